@@ -1,0 +1,1 @@
+"""jllama: a functional inference engine for Llama-family models on JAX."""

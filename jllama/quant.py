@@ -1,0 +1,81 @@
+"""Weights and the products with them: plain arrays and int8 leaves behind one `linear` and one `take`.
+
+A weight is `[out, in]`, as checkpoints store it. The forms below are those that XLA's CPU back end turns into
+its fast kernels, and cost nothing elsewhere; docs/performance.md has the measurements.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class QuantizedWeight(NamedTuple):
+    """An int8 matrix with one scale a row: `weight[o, i] = values[o, i] * scale[o]`."""
+
+    values: jax.Array  # int8 [out, in], within -127..127
+    scale: jax.Array  # float32 [out]
+
+
+Weight = jax.Array | QuantizedWeight
+
+
+def quantize(x: jax.Array) -> QuantizedWeight:
+    """Round `x` (float `[..., in]`) to int8 with one scale for each row of the last axis.
+
+    The largest magnitude of a row becomes 127, so no element is off by more than scale / 2; a row of zeros stays
+    zero.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127.0
+    inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
+    return QuantizedWeight(jnp.round(x * inverse[..., None]).astype(jnp.int8), scale)
+
+
+def dequantize(w: Weight) -> jax.Array:
+    """Return the weight as float32 `[out, in]`."""
+    if isinstance(w, QuantizedWeight):
+        return w.values.astype(jnp.float32) * w.scale[:, None]
+    return w.astype(jnp.float32)
+
+
+def take(w: Weight, ids: jax.Array) -> jax.Array:
+    """Look up rows: `ids` int `[...]` within the matrix -> float32 `[..., in]`."""
+    if isinstance(w, QuantizedWeight):
+        return w.values[ids].astype(jnp.float32) * w.scale[ids][..., None]
+    return w[ids].astype(jnp.float32)
+
+
+def linear(w: Weight, x: jax.Array) -> jax.Array:
+    """Multiply float32 `x [..., in]` by `w [out, in]` -> float32 `[..., out]`.
+
+    float32 weights are exact (no TF32 on GPUs). bfloat16 weights round `x` to bfloat16. int8 weights round `x` to
+    int8 with one scale a row, sum in int32 and scale back.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if isinstance(w, QuantizedWeight):
+        q = quantize(rows)
+        y = _dot(w.values, q.values, jnp.int32).astype(jnp.float32) * (q.scale[:, None] * w.scale[None, :])
+    else:
+        y = _dot(w, rows.astype(w.dtype), jnp.float32)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _dot(w: jax.Array, rows: jax.Array, accumulate: jnp.dtype | type) -> jax.Array:
+    """`rows [R, in]` times `w [out, in]` transposed, `[R, out]`, summed in `accumulate`."""
+    # One row alone falls into a scalar loop for bf16 and int8 on CPU (10 to 20 times slower): a second row of
+    # zeros, and the weights as the left operand, reach the kernels that run at the speed of memory.
+    n = rows.shape[0]
+    if n == 1 and w.dtype != jnp.float32:
+        rows = jnp.pad(rows, ((0, 1), (0, 0)))
+    y = lax.dot_general(
+        w,
+        rows,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=accumulate,
+    )
+    return y.T[:n]
