@@ -75,7 +75,7 @@ def _dot(w: jax.Array, rows: jax.Array, accumulate: jnp.dtype | type) -> jax.Arr
         w,
         rows,
         (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
+        precision=lax.Precision.HIGHEST if w.dtype == jnp.float32 else None,
         preferred_element_type=accumulate,
     )
     return y.T[:n]
