@@ -139,6 +139,7 @@ def score(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 # The edge: compiled once for each batch size and number of slots (and block width). Settings and limits are data.
+compiled_start = jax.jit(start)
 compiled_read_prompt = jax.jit(read_prompt, static_argnames="width", donate_argnums=1)
 compiled_decode = jax.jit(decode, donate_argnums=1)
 compiled_grow = jax.jit(grow, static_argnames="slots")

@@ -23,6 +23,11 @@ class QuantizedWeight(NamedTuple):
 Weight = jax.Array | QuantizedWeight
 
 
+def dtype_name(w: Weight) -> str:
+    """Name what a weight is stored in: "float32", "bfloat16" or "int8"."""
+    return str(w.values.dtype if isinstance(w, QuantizedWeight) else w.dtype)
+
+
 def quantize(x: jax.Array) -> QuantizedWeight:
     """Round `x` (float `[..., in]`) to int8 with one scale for each row of the last axis.
 

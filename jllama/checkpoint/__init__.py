@@ -1,0 +1,138 @@
+"""Models from files and into files: `load` finds out the format, `save` writes llama2.c's, `random` needs no file.
+
+A new format is one module with a `read(path) -> Contents`, and one row in `_FORMATS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jllama.checkpoint import llama2c
+from jllama.checkpoint.build import (
+    DTYPES,
+    Array,
+    CheckpointError,
+    Contents,
+    Source,
+    build_params,
+    expand,
+    tensor_shapes,
+)
+from jllama.checkpoint.llama2c import save
+from jllama.config import Config
+from jllama.model import Params
+
+__all__ = ["DTYPES", "CheckpointError", "load", "random", "save"]
+
+
+def _is_text(head: bytes) -> bool:
+    return all(byte >= 32 or byte in b"\t\n\r" for byte in head)
+
+
+def _is_big_endian(head: bytes) -> bool:
+    def plausible(order: str) -> bool:
+        *sizes, vocab_size, max_seq_len = struct.unpack_from(f"{order}7i", head)
+        return all(0 < size < 1 << 24 for size in (*sizes, abs(vocab_size), max_seq_len))
+
+    return head.startswith(b"ak42") or (len(head) >= 28 and plausible(">") and not plausible("<"))
+
+
+# What is easily taken for a checkpoint, and its mark. No mark is on a file of version 0 that makes sense.
+_FOREIGN: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
+    ("an empty file", lambda head: not head),
+    ("a Git LFS pointer to a file that was not fetched", lambda head: head.startswith(b"version https://git-lfs")),
+    ("a GGUF file", lambda head: head.startswith(b"GGUF")),
+    ("a zip archive (a PyTorch .pth?)", lambda head: head.startswith(b"PK\3\4")),
+    ("a pickle (an old PyTorch .pth?)", lambda head: head[:1] == b"\x80" and head[2:3] > b"\0" and head[1] < 6),
+    ("a safetensors file", lambda head: head[4:9] == b"\0\0\0\0{"),
+    ("a tokenizer", lambda head: b"<unk>" in head[:32]),
+    ("a text file (JSON?)", _is_text),
+    ("a llama2.c checkpoint in big-endian byte order", _is_big_endian),
+)
+
+
+def _foreign(path: Path, head: bytes) -> str | None:
+    return "a folder" if path.is_dir() else next((name for name, has_mark in _FOREIGN if has_mark(head)), None)
+
+
+class _Format(NamedTuple):
+    name: str
+    recognises: Callable[[Path, bytes], bool]  # by the path and the file's first bytes, none for a folder
+    read: Callable[[Path], Contents]
+
+
+_FORMATS = (
+    # Version 0 has no magic: whatever is not known to be something else is read as one.
+    _Format("a llama2.c checkpoint (.bin)", lambda path, head: _foreign(path, head) is None, llama2c.read),
+)
+
+
+def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = None) -> Params:
+    """Load a model from a file, whose format is found out by its content.
+
+    Args:
+      path: the checkpoint.
+      dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
+        the file stores; norms are float32 always.
+      rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
+
+    Raises:
+      CheckpointError: the file cannot be opened, is of another kind, or does not fit its own header.
+      ConfigError: `rope_theta` is not a positive number.
+      ValueError: an unknown `dtype`.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
+    contents = _read(Path(path))
+    config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
+    return build_params(config, contents.sources, dtype=contents.dtype if dtype == "auto" else dtype, origin=str(path))
+
+
+def random(config: Config, *, dtype: str = "float32", tied: bool = False, seed: int = 0) -> Params:
+    """Make a model of random weights: uniform matrices with standard deviation 1 / sqrt(in), norms of ones.
+
+    The same `seed` gives the same weights in every dtype, up to rounding.
+
+    Raises:
+      ValueError: an unknown `dtype`.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: expected {', '.join(DTYPES)}")
+    rng = np.random.Generator(np.random.SFC64(seed))
+
+    def source(shape: tuple[int, ...]) -> Source:
+        def ones(start: int, stop: int) -> Array:
+            return np.ones(stop - start, np.float32)
+
+        def uniform(start: int, stop: int) -> Array:
+            block = rng.random((stop - start, *shape[1:]), dtype=np.float32)
+            block -= np.float32(0.5)
+            block *= np.float32((12 / shape[1]) ** 0.5)
+            return block
+
+        return Source(shape, ones if len(shape) == 1 else uniform)
+
+    shapes = tensor_shapes(config, tied=tied)
+    sources = {name: source(shape) for kind, shape in shapes.items() for name in expand(kind, config.n_layers)}
+    return build_params(config, sources, dtype=dtype, origin="random weights")
+
+
+def _read(path: Path) -> Contents:
+    try:
+        head = b""
+        if not path.is_dir():
+            with open(path, "rb") as file:
+                head = file.read(512)
+        for form in _FORMATS:
+            if form.recognises(path, head):
+                return form.read(path)
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read: {e.strerror}") from e
+    expected = " or ".join(form.name for form in _FORMATS)
+    raise CheckpointError(f"{path}: looks like {_foreign(path, head)}, expected {expected}")

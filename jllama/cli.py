@@ -1,0 +1,245 @@
+"""The command line: flags and modes. The only place that prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags, logging
+from tqdm import tqdm
+
+from jllama import checkpoint, config, prompts, tokenizer
+from jllama.llm import LLM, Completion, Prompt, Score
+from jllama.model import Params
+from jllama.settings import Settings
+
+FLAGS = flags.FLAGS
+
+# Each group is a paragraph of --help, in this order.
+GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
+    "What to run": [
+        flags.DEFINE_enum("mode", "generate", ["generate", "perplexity"], "continue prompts, or score a text"),
+        flags.DEFINE_string("checkpoint", None, "the model: a llama2.c .bin file, of version 0, 1 or 2"),
+        flags.DEFINE_string("tokenizer", None, "its tokenizer.model or .bin; unset: looked for beside the checkpoint"),
+        flags.DEFINE_string("config", None, "a configs/*.toml: random weights of that size, in place of a checkpoint"),
+        flags.DEFINE_enum(
+            "dtype", "auto", ["auto", *checkpoint.DTYPES], "what to keep the weights in; auto: what the file stores; int8: fastest"
+        ),
+        flags.DEFINE_float("rope_theta", None, "base of the rotary frequencies, for models whose file can't tell it"),
+    ],
+    "Prompts": [
+        flags.DEFINE_multi_string("prompt", [], "a text to continue; given several times, the answers are JSON lines"),
+        flags.DEFINE_string(
+            "prompt_file",
+            None,
+            "a prompt a line, answers are JSON lines; - is standard input; lines of a .jsonl file are objects with a "
+            '"prompt" and any of the sampling flags; in mode perplexity, the text to score',
+        ),
+        flags.DEFINE_integer("batch_size", 8, "how many prompts share a step"),
+        flags.DEFINE_bool("echo", True, "print a single prompt before what follows it; --noecho leaves it out"),
+        flags.DEFINE_bool("logprobs", False, "answer in JSON lines, with the log-probability of each generated token"),
+    ],
+    "Sampling": [
+        flags.DEFINE_integer("max_new_tokens", Settings.max_new_tokens, "the most tokens to generate for a prompt"),
+        flags.DEFINE_float("temperature", Settings.temperature, "0: always the most probable token; 1: as trained"),
+        flags.DEFINE_integer("top_k", Settings.top_k, "draw from the k most probable tokens; 0: off"),
+        flags.DEFINE_float("top_p", Settings.top_p, "draw from the fewest tokens with a total probability of p; 1: off"),
+        flags.DEFINE_float("min_p", Settings.min_p, "draw from tokens with min_p times the largest probability; 0: off"),
+        flags.DEFINE_float("repetition_penalty", Settings.repetition_penalty, "above 1: repeat less; 1: off"),
+        flags.DEFINE_integer("seed", None, "equal seed, equal text; unset: another text every time"),
+        flags.DEFINE_multi_string("stop", [], "end the text before this string; may be given several times"),
+    ],
+    "Conversion": [
+        flags.DEFINE_string("save", None, "write the model to this file in llama2.c's format, and stop"),
+        flags.DEFINE_enum("save_version", "0", ["0", "1", "2"], "0: float32; 1: float32 with a magic; 2: int8 in groups"),
+    ],
+    "Other": [
+        flags.DEFINE_bool("help", False, "show this; --verbosity=1 shows where in the code an error came from"),
+    ],
+}
+
+NO_MODEL = """\
+no model given: --checkpoint=model.bin reads a llama2.c file, with its tokenizer.bin beside it (--help for all flags).
+Small ones to begin with: stories15M.bin of karpathy/tinyllamas on Hugging Face, tokenizer.bin of karpathy/llama2.c."""
+
+
+def run() -> None:
+    """Run the command line and exit: 0 if all went well, 1 after an error, 130 after Ctrl-C."""
+    sys.exit(main(sys.argv))
+
+
+def main(argv: list[str]) -> int:
+    """Run with these arguments and return the exit code."""
+    try:
+        if unexpected := FLAGS(argv)[1:]:
+            raise ValueError(f"unexpected argument {unexpected[0]!r}: everything is a --flag=value")
+        if FLAGS.help:
+            print(usage())
+        elif FLAGS.save:
+            save()
+        else:
+            {"generate": generate, "perplexity": perplexity}[FLAGS.mode]()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    except (flags.Error, ValueError, OSError, FloatingPointError) as e:
+        if logging.level_debug():
+            traceback.print_exc()
+        print(f"jllama: {e if str(e) == NO_MODEL else ' '.join(str(e).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def usage() -> str:
+    """Write the text of --help: every group of flags with defaults."""
+    lines = ["jllama continues texts with Llama-family models, compiled by JAX. Everything is a --flag=value:"]
+    for title, holders in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for holder in holders:
+            flag = FLAGS[holder.name]
+            default = "" if flag.default in (None, [], "") else f"={flag.default_as_str.strip(chr(39))}"
+            choices = f" ({'|'.join(flag.parser.enum_values)})" if hasattr(flag.parser, "enum_values") else ""
+            lines.append(f"  --{flag.name}{default}")
+            lines += textwrap.wrap(flag.help + choices, 106, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def generate() -> None:
+    """Continue the prompts: one as a stream of text, several as JSON lines."""
+    if FLAGS.prompt and FLAGS.prompt_file:
+        raise ValueError("--prompt and --prompt_file: expected one of the two")
+    settings = Settings(**{f.name: getattr(FLAGS, f.name) for f in dataclasses.fields(Settings)})
+    llm, load_seconds = _load()
+    try:
+        if FLAGS.prompt_file:
+            _print_file(llm, settings)
+        elif len(FLAGS.prompt) > 1 or FLAGS.logprobs:
+            requests = [Prompt(text, settings) for text in FLAGS.prompt or [""]]
+            for request in requests:
+                llm.encode(request)
+            _print_json(llm, iter(requests), len(requests))
+        else:
+            _print_stream(llm, Prompt("".join(FLAGS.prompt), settings))
+    finally:
+        _report(llm, load_seconds)
+
+
+def _print_file(llm: LLM, settings: Settings) -> None:
+    """Answer the prompts of a file; a fault in any line comes up before work on the first begins."""
+    count = None
+    if FLAGS.prompt_file != "-":  # standard input can be read only once
+        count = sum(1 for _ in prompts.read(FLAGS.prompt_file, settings, llm.encode))
+    _print_json(llm, prompts.read(FLAGS.prompt_file, settings, llm.encode), count)
+
+
+def _print_json(llm: LLM, requests: Iterator[Prompt], count: int | None) -> None:
+    """Print one JSON line a prompt, in order, those of a window as soon as it is done."""
+    with tqdm(total=count, unit=" prompts", file=sys.stderr, disable=None) as bar:
+        for completion in llm.complete(requests, batch_size=FLAGS.batch_size, progress=bar.update):
+            tqdm.write(_json(completion), file=sys.stdout)
+            sys.stdout.flush()
+
+
+def _json(completion: Completion) -> str:
+    fields: dict[str, Any] = {
+        "prompt": completion.prompt,
+        "text": completion.text,
+        "tokens": len(completion.tokens),
+        "finish_reason": completion.finish_reason,
+    }
+    if FLAGS.logprobs:
+        fields["logprobs"] = completion.logprobs
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def _print_stream(llm: LLM, prompt: Prompt) -> None:
+    """Print a prompt and what follows it as it is generated."""
+    pieces = llm.stream(prompt)
+    if FLAGS.echo:
+        print(prompt.text, end="", flush=True)
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    finally:
+        print(flush=True)
+
+
+def perplexity() -> None:
+    """Print how well the model predicts a text, and how often it finds the same token best as in float32."""
+    if bool(FLAGS.prompt_file) == bool(FLAGS.prompt):
+        raise ValueError("--mode=perplexity scores one text: expected --prompt_file=text.txt or --prompt=...")
+    text = "\n".join(FLAGS.prompt)
+    if FLAGS.prompt_file:
+        raw = sys.stdin.buffer.read() if FLAGS.prompt_file == "-" else Path(FLAGS.prompt_file).read_bytes()
+        text = raw.decode("utf-8-sig")
+    llm, load_seconds = _load()
+    score = llm.score(text)
+    _print_score(llm, score)
+    if llm.dtype != "float32":
+        exact = LLM(_params("float32"), llm.tokenizer)
+        expected = exact.score(text)
+        _print_score(exact, expected)
+        print(f"greedy agreement with float32: {np.mean(score.best == expected.best):.2%}")
+    _report(llm, load_seconds)
+
+
+def _print_score(llm: LLM, score: Score) -> None:
+    print(
+        f"{llm.dtype}: perplexity {score.perplexity:.4f}, {score.bits_per_byte:.4f} bits a byte, "
+        f"{len(score.best)} tokens in windows of {llm.window}"
+    )
+
+
+def save() -> None:
+    """Convert the model; from float32 where no other dtype is asked for, so that nothing is lost."""
+    dtype = "float32" if FLAGS.dtype == "auto" else FLAGS.dtype
+    checkpoint.save(_params(dtype), FLAGS.save, version=int(FLAGS.save_version))
+    print(f"jllama: wrote {FLAGS.save}", file=sys.stderr)
+
+
+def _load() -> tuple[LLM, float]:
+    """Load the model and its tokenizer, and say how many seconds it took."""
+    began = time.perf_counter()
+    if FLAGS.config and not FLAGS.tokenizer:
+        raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
+    if not (FLAGS.config or FLAGS.checkpoint):
+        raise ValueError(NO_MODEL)
+    path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(Path(FLAGS.checkpoint))
+    llm = LLM(_params(FLAGS.dtype), tokenizer.load(path))
+    jax.block_until_ready(llm.params)
+    return llm, time.perf_counter() - began
+
+
+def _params(dtype: str) -> Params:
+    if bool(FLAGS.config) == bool(FLAGS.checkpoint):
+        raise ValueError("--checkpoint and --config: expected one of the two" if FLAGS.config else NO_MODEL)
+    if FLAGS.config:
+        sizes, tied = config.from_toml(FLAGS.config)
+        return checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, tied=tied)
+    return checkpoint.load(FLAGS.checkpoint, dtype=dtype, rope_theta=FLAGS.rope_theta)
+
+
+def _report(llm: LLM, load_seconds: float) -> None:
+    """Say on standard error where the time went."""
+    t = llm.timings
+    print(
+        f"load {load_seconds:.2f} s, compile {t.compile_seconds:.2f} s, "
+        f"prompt {_rate(t.prompt_tokens, t.prompt_seconds)}, generation {_rate(t.decode_tokens, t.decode_seconds)}",
+        file=sys.stderr,
+    )
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0:.1f} tokens/s)"

@@ -1,0 +1,304 @@
+"""`LLM`: a model and its tokenizer in one hand. Text in, text out: batches, streams, stop strings, scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Unpack
+
+import jax
+import numpy as np
+
+from jllama import checkpoint, decode, tokenizer
+from jllama.model import Params
+from jllama.quant import dtype_name
+from jllama.runner import Batch, Runner, Timings
+from jllama.settings import Overrides, Settings
+from jllama.text import StopStrings, StreamDecoder
+from jllama.tokenizer import Tokenizer
+
+_SCORE_WINDOW = 2048
+_SCORE_LOGITS = 2**26  # the most logits at a time when a text is scored: 256 MiB
+_CHUNK_SECONDS = 0.05  # how long a stream may keep a reader waiting for the next piece
+_MAX_CHUNK = 64  # steps between two looks at the text
+_WINDOW_BATCHES = 16  # batches whose prompts are sorted together
+_ALL = 2**30  # steps: more than any context holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A text to continue, and how."""
+
+    text: str
+    settings: Settings = dataclasses.field(default_factory=Settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A continued prompt.
+
+    Args:
+      prompt: the prompt's text.
+      text: what follows it, up to a stop string.
+      tokens: the generated ids, without the one that ended the text.
+      logprobs: the natural log of the model's probability of each of them, before any sampling setting.
+      finish_reason: "stop" (end-of-text token or stop string) or "length" (max_new_tokens, or the context is full).
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How well a model predicts a text: one entry a token, arrays of one length.
+
+    Args:
+      logprobs: float32, the natural log of each token's probability.
+      best: int32, the most probable id in each token's place.
+      n_bytes: the length of the text in UTF-8.
+    """
+
+    logprobs: np.ndarray
+    best: np.ndarray
+    n_bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the mean negative log-probability of a token."""
+        return float(np.exp(-np.mean(self.logprobs, dtype=np.float64)))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Total negative log-probability in bits, per byte of text: comparable between tokenizers."""
+        return float(-np.sum(self.logprobs, dtype=np.float64) / np.log(2) / self.n_bytes)
+
+
+class LLM:
+    """A model, its tokenizer, and the programs compiled for them so far."""
+
+    def __init__(self, params: Params, tokenizer: Tokenizer) -> None:
+        """Join a model and a tokenizer.
+
+        Raises:
+          ValueError: they disagree on the size of the vocabulary.
+        """
+        if tokenizer.vocab_size != params.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens and the model {params.config.vocab_size}: "
+                "expected the tokenizer that the model was trained with"
+            )
+        self.params = params
+        self.tokenizer = tokenizer
+        self.runner = Runner(params)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        tokenizer_path: str | Path | None = None,
+        dtype: str = "auto",
+        rope_theta: float | None = None,
+    ) -> LLM:
+        """Load a checkpoint and its tokenizer.
+
+        Args:
+          path: the checkpoint.
+          tokenizer_path: its tokenizer; None looks beside the checkpoint.
+          dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
+          rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
+
+        Raises:
+          CheckpointError: the checkpoint can't be read.
+          TokenizerError: the tokenizer can't be found or read.
+          ValueError: they don't fit each other.
+        """
+        found = tokenizer.load(tokenizer.find(Path(path)) if tokenizer_path is None else Path(tokenizer_path))
+        return cls(checkpoint.load(path, dtype=dtype, rope_theta=rope_theta), found)
+
+    @property
+    def timings(self) -> Timings:
+        """Where the time of the work so far went."""
+        return self.runner.timings
+
+    @property
+    def dtype(self) -> str:
+        """What the weights are kept in: "float32", "bfloat16" or "int8"."""
+        return dtype_name(self.params.embedding)
+
+    @property
+    def window(self) -> int:
+        """The most tokens that `score` looks at together."""
+        return min(self.params.config.max_seq_len, _SCORE_WINDOW)
+
+    def generate(
+        self, prompts: Sequence[str | Prompt], *, batch_size: int = 8, **settings: Unpack[Overrides]
+    ) -> list[Completion]:
+        """Continue every prompt.
+
+        Args:
+          prompts: texts, or `Prompt`s, which bring their own settings.
+          batch_size: how many prompts share a step.
+          **settings: fields of `Settings`, for the texts.
+
+        Returns:
+          One completion a prompt, in order.
+
+        Raises:
+          ValueError: a wrong setting, or a prompt longer than the context; before any work.
+          FloatingPointError: the model's logits are not finite.
+        """
+        default = Settings(**settings)
+        requests = [p if isinstance(p, Prompt) else Prompt(p, default) for p in prompts]
+        for request in requests:
+            self.encode(request)
+        return list(self.complete(requests, batch_size=batch_size))
+
+    def complete(
+        self, prompts: Iterable[Prompt], *, batch_size: int = 8, progress: Callable[[int], object] = lambda n: None
+    ) -> Iterator[Completion]:
+        """Continue any number of prompts, in order, holding a window of some of them at a time.
+
+        The prompts of a window are sorted by length, so that those of a batch are alike, and come back in order when
+        the window is done. `progress` is called after each batch, with its number of prompts.
+
+        Raises:
+          ValueError: a wrong batch size, or a prompt longer than the context; windows before it are done.
+          FloatingPointError: the model's logits are not finite.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size = {batch_size}: expected 1 or more")
+        prompts = iter(prompts)
+        while window := [_Row(self, p) for p in itertools.islice(prompts, _WINDOW_BATCHES * batch_size)]:
+            in_order = sorted(window, key=lambda row: len(row.ids))
+            for i in range(0, len(window), batch_size):
+                batch = in_order[i : i + batch_size]
+                for _ in self._run(batch, stream=False):
+                    pass
+                progress(len(batch))
+            yield from (row.completion() for row in window)
+
+    def stream(self, prompt: str | Prompt, **settings: Unpack[Overrides]) -> Generator[str, None, Completion]:
+        """Continue one prompt, piece by piece as the text is generated.
+
+        The pieces, joined, are the `text` of `generate` for the same prompt and settings; the generator returns the
+        completion. Raises like `generate`.
+        """
+        row = _Row(self, prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
+        return self._stream(row)
+
+    def _stream(self, row: _Row) -> Generator[str, None, Completion]:
+        sent = 0
+        for _ in self._run([row], stream=True):
+            if piece := row.text[sent:]:
+                sent += len(piece)
+                yield piece
+        return row.completion()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Turn a prompt into ids, the beginning-of-text token first.
+
+        Raises:
+          ValueError: they don't fit the context.
+        """
+        ids = self.tokenizer.prompt_ids(prompt.text)
+        if len(ids) > (context := self.params.config.max_seq_len):
+            raise ValueError(
+                f"the prompt {prompt.text[:20]!r}... has {len(ids)} tokens; the model's context holds {context}"
+            )
+        return ids
+
+    def score(self, text: str) -> Score:
+        """Score a text, in windows of the model's context (of 2,048 tokens at most), each after a BOS token.
+
+        Raises:
+          ValueError: the text is empty.
+          FloatingPointError: the model's logits are not finite.
+        """
+        ids = np.array(self.tokenizer.encode(text), np.int32)
+        if not len(ids):
+            raise ValueError("the text to score is empty")
+        width = self.window - 1
+        rows = max(1, _SCORE_LOGITS // (width * self.params.config.vocab_size))
+        blocks = -(-len(ids) // (width * rows))
+        windows = np.pad(ids, (0, blocks * rows * width - len(ids))).reshape(blocks, rows, width)
+        windows = np.pad(windows, ((0, 0), (0, 0), (1, 0)), constant_values=self.tokenizer.bos)
+        scored = [jax.device_get(self.runner.call(decode.compiled_score, self.params, block)) for block in windows]
+        logprobs, best = (np.concatenate([np.ravel(s) for s in part])[: len(ids)] for part in zip(*scored, strict=True))
+        if not np.isfinite(logprobs).all():
+            raise FloatingPointError("non-finite logits: the weights hold NaN or infinity")
+        return Score(logprobs, best, len(text.encode()))
+
+    def _run(self, rows: list[_Row], *, stream: bool) -> Iterator[None]:
+        """Generate for a batch, telling each row its new tokens; yield whenever there are some."""
+        batch = Batch(
+            self.runner, [row.ids for row in rows], [row.prompt.settings for row in rows], self.tokenizer.stop_ids
+        )
+        # Stop strings and readers want to see the text now and then; the chunks grow to what a reader may wait for.
+        steps = 1 if stream or any(row.prompt.settings.stop for row in rows) else _ALL
+        while True:
+            for i, row in enumerate(rows):
+                if row.finish_reason is None:
+                    row.take(*batch.take(i), done=bool(batch.done[i]))
+                if row.finish_reason is not None:
+                    batch.end(i)
+            yield
+            if batch.done.all():
+                return
+            began = time.perf_counter()
+            batch.advance(steps)
+            if steps < _MAX_CHUNK and time.perf_counter() - began < _CHUNK_SECONDS:
+                steps *= 2
+
+
+class _Row:
+    """The text of one prompt's continuation as it comes in."""
+
+    def __init__(self, llm: LLM, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.ids = llm.encode(prompt)
+        self.text = ""
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self._stop_ids = llm.tokenizer.stop_ids
+        self._decoder = StreamDecoder(llm.tokenizer, self.ids)
+        self._stops = StopStrings(prompt.settings.stop)
+
+    def take(self, ids: Sequence[int], logprobs: Sequence[float], *, done: bool) -> None:
+        """Add generated tokens; with `done` no more will come."""
+        for token, logprob in zip(ids, logprobs, strict=True):
+            if token in self._stop_ids:
+                self._finish("stop")
+                return
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if self._add(self._decoder.feed(token)):
+                self.finish_reason = "stop"
+                return
+        if done:
+            self._finish("length")
+
+    def _add(self, text: str) -> bool:
+        safe, stopped = self._stops.feed(text)
+        self.text += safe
+        return stopped
+
+    def _finish(self, reason: Literal["stop", "length"]) -> None:
+        """End the text: what was held back comes out, unless it completes a stop string."""
+        stopped = self._add(self._decoder.flush())
+        if not stopped:
+            held, stopped = self._stops.flush()
+            self.text += held
+        self.finish_reason = "stop" if stopped else reason
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(self.prompt.text, self.text, self.tokens, self.logprobs, self.finish_reason)

@@ -1,0 +1,140 @@
+"""Drives the compiled functions of `decode` over a batch of rows: ids in, ids out, and the time it took."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jllama import decode
+from jllama.decode import Stop
+from jllama.model import Params
+from jllama.settings import Settings, to_sampling
+
+_MIN_SLOTS = 256  # of a cache; it doubles when it is full
+_MIN_WIDTH = 16  # of a block of prompt tokens; sizes are powers of two, so that few programs serve all lengths
+_MAX_WIDTH = 512
+_BLOCK_TOKENS = 4096  # the most tokens in a block, all rows together: bounds the memory of long prompts
+
+
+@dataclasses.dataclass
+class Timings:
+    """Where the time went, in seconds, and the tokens that came of it."""
+
+    compile_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    prompt_tokens: int = 0
+    decode_seconds: float = 0.0
+    decode_tokens: int = 0
+
+
+class Runner:
+    """A model with the programs that were compiled for it so far, by function and shape."""
+
+    def __init__(self, params: Params) -> None:
+        self.params = params
+        self.timings = Timings()
+        self._programs: dict[Any, Any] = {}
+
+    def call(self, function: Any, *args: Any, **static: Any) -> Any:
+        """Call a jitted function; compile it first where that was not done for these shapes."""
+        if jax.config.jax_disable_jit:
+            return function(*args, **static)
+        key = (function, *map(np.shape, jax.tree.leaves(args[1:])), *static.values())
+        if (program := self._programs.get(key)) is None:
+            began = time.perf_counter()
+            program = self._programs[key] = function.lower(*args, **static).compile()
+            self.timings.compile_seconds += time.perf_counter() - began
+        return program(*args)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time of the block, compiling apart, to `timings.{phase}_seconds`."""
+        began, compiling = time.perf_counter(), self.timings.compile_seconds
+        yield
+        spent = time.perf_counter() - began - (self.timings.compile_seconds - compiling)
+        setattr(self.timings, f"{phase}_seconds", getattr(self.timings, f"{phase}_seconds") + spent)
+
+
+class Batch:
+    """Rows that are generated together: their `State`, and how much of it was handed out."""
+
+    def __init__(
+        self, runner: Runner, prompts: Sequence[Sequence[int]], settings: Sequence[Settings], stop_ids: Sequence[int]
+    ) -> None:
+        """Read the prompts and draw the first token of each.
+
+        Args:
+          runner: the model.
+          prompts: ids of each row, at least one and no more than the context holds.
+          settings: of each row.
+          stop_ids: the tokens that end a row.
+        """
+        context = runner.params.config.max_seq_len
+        spare = _power_of_two(len(prompts)) - len(prompts)  # rows of one token, full from the start
+        self._runner = runner
+        self._taken = np.array([len(ids) for ids in prompts] + [1] * spare, np.int32)
+        ends = [min(n + s.max_new_tokens, context) for n, s in zip(self._taken.tolist(), settings, strict=False)]
+        self._stop = Stop(np.array(stop_ids, np.int32), np.array(ends + [1] * spare, np.int32))
+        self._sampling = to_sampling([*settings, *[Settings()] * spare])
+        self._read(prompts)
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> None:
+        longest = int(self._taken.max())
+        rows = len(self._taken)
+        tokens = np.zeros((rows, _power_of_two(longest + 1, _MIN_SLOTS)), np.int32)
+        for row, ids in zip(tokens, prompts, strict=False):
+            row[: len(ids)] = ids
+        width = min(_power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, _BLOCK_TOKENS // rows)))
+        call, params = self._runner.call, self._runner.params
+        with self._runner.timed("prompt"):
+            state = call(decode.compiled_start, params, tokens, self._taken, self._stop)
+            for first in range(0, longest, width):
+                state = call(
+                    decode.compiled_read_prompt,
+                    params, state, self._sampling, self._stop, np.int32(first), width=width,
+                )  # fmt: skip
+            self._fetch(state)
+        self._runner.timings.prompt_tokens += sum(map(len, prompts))
+
+    def _fetch(self, state: decode.State) -> None:
+        self._state = state
+        self._tokens, self._logprobs, self._pos, done = jax.device_get(state[1:])
+        self.done = np.array(done)
+
+    def advance(self, steps: int) -> None:
+        """Generate up to `steps` tokens in each row that isn't done."""
+        call, params = self._runner.call, self._runner.params
+        slots = self._tokens.shape[1]
+        with self._runner.timed("decode"):
+            if self._pos[~self.done].max(initial=0) + 1 >= slots:
+                self._state = call(decode.compiled_grow, self._state, slots=2 * slots)
+            state = self._state._replace(done=self.done)
+            self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
+
+    def take(self, row: int) -> tuple[list[int], list[float]]:
+        """Return the ids generated in a row since the last call, and their log-probabilities.
+
+        Raises:
+          FloatingPointError: the model's logits were not finite.
+        """
+        new = slice(int(self._taken[row]), int(self._pos[row]) + 1)
+        if not np.isfinite(self._logprobs[row, new]).all():
+            raise FloatingPointError(f"non-finite logits at position {new.stop - 2}: the weights hold NaN or infinity")
+        self._taken[row] = new.stop
+        self._runner.timings.decode_tokens += new.stop - new.start
+        return self._tokens[row, new].tolist(), self._logprobs[row, new].tolist()
+
+    def end(self, row: int) -> None:
+        """Generate no more in this row."""
+        self.done[row] = True
+
+
+def _power_of_two(n: int, least: int = 1) -> int:
+    """Return the smallest power of two that is at least `n` and `least`."""
+    return max(least, 1 << (n - 1).bit_length())
