@@ -111,9 +111,10 @@ def random(config: Config, *, dtype: str = "float32", tied: bool = False, seed: 
             return np.ones(stop - start, np.float32)
 
         def uniform(start: int, stop: int) -> Array:
-            block = rng.random((stop - start, *shape[1:]), dtype=np.float32)
-            block -= np.float32(0.5)
-            block *= np.float32((12 / shape[1]) ** 0.5)
+            # 256 levels do, at twice the speed of random floats.
+            levels = np.frombuffer(rng.bytes((stop - start) * shape[1]), np.uint8).reshape(-1, shape[1])
+            block: Array = np.subtract(levels, np.float32(127.5), dtype=np.float32)
+            block *= np.float32((12 / (256**2 - 1) / shape[1]) ** 0.5)
             return block
 
         return Source(shape, ones if len(shape) == 1 else uniform)

@@ -1,0 +1,184 @@
+"""The forward pass against the float64 oracle, and the properties that the engine builds on."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tiny
+
+from jllama import checkpoint
+from jllama.config import Config, RopeScaling
+from jllama.model import forward, head, init_cache, prefill, rms_norm, rotary_frequencies, step
+from jllama.quant import QuantizedWeight, dequantize, linear, quantize, take
+
+jit_forward, jit_step, jit_prefill = jax.jit(forward), jax.jit(step), jax.jit(prefill)
+
+
+def all_logits(params, tokens: np.ndarray, run=jit_forward) -> np.ndarray:
+    """Logits at every position of `tokens [B, T]`."""
+    hidden, _ = run(params, init_cache(params, *tokens.shape), tokens, jnp.zeros(len(tokens), jnp.int32))
+    return np.array(head(params, hidden))
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_logits_equal_the_oracle(name: str, eager: bool) -> None:
+    params, weights = tiny.model(name)
+    tokens = tiny.ids(params.config, 3, 40)
+    found = all_logits(params, tokens, forward if eager else jit_forward)
+    for row, ids in zip(found, tokens, strict=True):
+        np.testing.assert_allclose(row, oracle.forward(weights, params.config, ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("file", ["stories260K", "stories260K_v1", "stories260K_untied", "stories260K_q80", "stories260K_q80_gs4"])
+def test_golden_logits(shared: Path, file: str) -> None:
+    golden = np.load(shared / "golden/logits.npz")
+    name = file.removesuffix("_v1")
+    params = checkpoint.load(shared / f"models/stories260K/{file}.bin", dtype="float32")
+    tokens = golden[f"{name}.input_ids"][None]
+    np.testing.assert_allclose(all_logits(params, tokens)[0], golden[f"{name}.logits"], atol=1e-4)
+    with jax.disable_jit():
+        np.testing.assert_allclose(all_logits(params, tokens, forward)[0], golden[f"{name}.logits"], atol=1e-4)
+
+
+def test_versions_of_a_file_give_the_very_same_logits(shared: Path) -> None:
+    folder = shared / "models/stories260K"
+    v0, v1 = (checkpoint.load(folder / f"stories260K{v}.bin") for v in ("", "_v1"))
+    tokens = tiny.ids(v0.config, 1, 30)
+    np.testing.assert_array_equal(all_logits(v0, tokens), all_logits(v1, tokens))
+
+
+def test_an_untied_head_is_used() -> None:
+    params, weights = tiny.model("mha")
+    doubled = tiny.params(weights | {"output.weight": 2 * weights["tok_embeddings.weight"]}, params.config)
+    tokens = tiny.ids(params.config, 1, 10)
+    np.testing.assert_array_equal(all_logits(doubled, tokens), 2 * all_logits(params, tokens))
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_prefill_equals_steps(name: str) -> None:
+    params, weights = tiny.model(name)
+    tokens = tiny.ids(params.config, 2, 12)
+    expected = [oracle.forward(weights, params.config, row) for row in tokens]
+    cache = init_cache(params, 2, 16)
+    for t in range(12):
+        logits, cache = jit_step(params, cache, tokens[:, t], jnp.full(2, t, jnp.int32))
+        np.testing.assert_allclose(logits, [row[t] for row in expected], atol=1e-4)
+    logits, whole = jit_prefill(params, init_cache(params, 2, 16), tokens, jnp.full(2, 12, jnp.int32))
+    np.testing.assert_allclose(logits, [row[-1] for row in expected], atol=1e-4)
+    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a[:, :12], b[:, :12], atol=1e-5)
+        assert not np.any(a[:, 12:])  # nothing is written past the position
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, 12), (12, 3, 1), (5,), (2, 2, 9, 16, 1, 7, 8, 16)])
+def test_ragged_rows_equal_each_row_alone(lengths: tuple[int, ...]) -> None:
+    params, weights = tiny.model("gqa")
+    rows, length = len(lengths), np.array(lengths, np.int32)
+    tokens = tiny.ids(params.config, rows, 24)
+    padded = np.where(np.arange(16) < length[:, None], tokens[:, :16], 1).astype(np.int32)
+    logits, cache = jit_prefill(params, init_cache(params, rows, 32), padded, length)
+    for i in range(4):  # the rows go on, each from its own position, over the slots that held padding
+        for row in range(rows):
+            alone = oracle.forward(weights, params.config, tokens[row, : lengths[row] + i])[-1]
+            np.testing.assert_allclose(logits[row], alone, atol=1e-4)
+        logits, cache = jit_step(params, cache, tokens[np.arange(rows), length + i], length + i)
+
+
+def test_a_prompt_in_blocks_equals_the_prompt_at_once() -> None:
+    params, weights = tiny.model("head_dim")
+    tokens = tiny.ids(params.config, 2, 30)
+    cache = init_cache(params, 2, 32)
+    padded = np.pad(tokens, ((0, 0), (0, 2)))
+    for first in (0, 8, 16, 24):
+        length = jnp.full(2, min(8, 30 - first), jnp.int32)
+        logits, cache = jit_prefill(params, cache, padded[:, first : first + 8], length, jnp.int32(first))
+        expected = [oracle.forward(weights, params.config, row[: first + int(length[0])])[-1] for row in tokens]
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_neighbours_share_nothing() -> None:
+    params, _ = tiny.model("gqa")
+    tokens = tiny.ids(params.config, 4, 10)
+    changed = tokens.copy()
+    changed[1:] = tiny.ids(params.config, 3, 10, seed=9)
+    np.testing.assert_array_equal(all_logits(params, tokens)[0], all_logits(params, changed)[0])
+
+
+def test_positions_matter_from_the_second_on() -> None:
+    weights = oracle.random_weights(tiny.CONFIGS["mha"][0], tied=True)
+    config = tiny.CONFIGS["mha"][0]
+    other = tiny.params(weights, Config(32, 64, 2, 4, 4, 97, 64, rope_theta=1e6))
+    tokens = tiny.ids(config, 1, 8)
+    one, two = all_logits(tiny.params(weights, config), tokens)[0], all_logits(other, tokens)[0]
+    np.testing.assert_allclose(one[0], two[0], atol=1e-6)
+    assert (np.abs(one - two)[1:].max(-1) > 1e-3).all()
+
+
+def test_llama3_frequencies() -> None:
+    def ratio(head_dim: int, factor: float) -> np.ndarray:
+        config = Config(head_dim, 8, 1, 1, 1, 8, 8, rope_theta=5e5)
+        scaled = Config(head_dim, 8, 1, 1, 1, 8, 8, rope_theta=5e5, rope_scaling=RopeScaling(factor, 1.0, 4.0, 8192))
+        return rotary_frequencies(scaled) / rotary_frequencies(config)
+
+    r = ratio(64, 32.0)
+    np.testing.assert_allclose(r[:15], 1, rtol=1e-6)
+    np.testing.assert_allclose(r[15:18], [0.605573, 0.303743, 0.103448], rtol=1e-5)
+    np.testing.assert_allclose(r[18:], 1 / 32, rtol=1e-6)
+    scaled = Config(64, 8, 1, 1, 1, 8, 8, rope_theta=5e5, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
+    np.testing.assert_allclose(
+        rotary_frequencies(scaled)[15:18], [0.001290547928, 0.000429556797, 0.0000970828780], rtol=1e-7
+    )
+    r = ratio(128, 8.0)
+    np.testing.assert_allclose(r[[0, 28, 29, 34, 35, 63]], [1, 1, 0.828168, 0.190211, 1 / 8, 1 / 8], rtol=1e-5)
+
+
+def test_epsilon_of_the_norm() -> None:
+    x = jnp.full((1, 4), 1e-3, jnp.float32)
+    for eps, scale in ((1e-5, 301.5), (1e-6, 707.1)):
+        np.testing.assert_allclose(rms_norm(x, jnp.ones(4), eps), 1e-3 * scale, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_linear_of_stored_types(dtype: str, rows: int) -> None:
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(0, 1, (40, 64)).astype(np.float32), rng.normal(0, 1, (rows, 64)).astype(np.float32)
+    stored = quantize(jnp.array(w)) if dtype == "int8" else jnp.array(w, jnp.bfloat16)
+    exact_weights = np.array(dequantize(stored), np.float64)
+    if dtype == "int8":
+        x_scale = np.abs(x).max(-1, keepdims=True) / 127
+        x_stored = np.round(x / x_scale) * x_scale
+    else:
+        x_stored = np.array(jnp.array(x, jnp.bfloat16), np.float64)
+    found = np.array(jax.jit(linear)(stored, jnp.array(x)))
+    np.testing.assert_allclose(found, x_stored @ exact_weights.T, atol=2e-4)
+    ids = jnp.array([3, 39, 0])
+    np.testing.assert_array_equal(take(stored, ids), dequantize(stored)[ids])
+
+
+def test_quantisation_error_is_bounded() -> None:
+    w = np.random.default_rng(1).normal(0, 1, (30, 50)).astype(np.float32)
+    w[7] = 0
+    q = quantize(jnp.array(w))
+    assert isinstance(q, QuantizedWeight)
+    error = np.abs(np.array(dequantize(q)) - w)
+    assert (error <= np.array(q.scale)[:, None] * 0.5001).all()
+    assert not error[7].any()
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_stored_types_stay_near_float32(name: str, dtype: str) -> None:
+    params, weights = tiny.model(name, dtype)
+    tokens = tiny.ids(params.config, 1, 24)
+    expected = oracle.forward(weights, params.config, tokens[0])
+    error = np.abs(all_logits(params, tokens)[0] - expected)
+    # Random weights amplify rounding more than trained ones: the bound is a share of the logits' spread.
+    assert error.mean() < {"bfloat16": 0.02, "int8": 0.06}[dtype] * expected.std()
+    with jax.disable_jit():
+        eager = all_logits(params, tokens, forward)[0]
+    assert np.abs(all_logits(params, tokens)[0] - eager).mean() < 0.02 * expected.std()

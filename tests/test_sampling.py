@@ -1,0 +1,204 @@
+"""Sampling against a float64 reference, and what it promises each row."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllama import sampling
+from jllama.settings import Settings, to_sampling
+
+
+def settings(rows: int = 1, **fields: object) -> sampling.Sampling:
+    return to_sampling([Settings(**{"top_p": 1.0, "temperature": 1.0, "seed": row} | fields) for row in range(rows)])
+
+
+probabilities = jax.jit(sampling.probabilities)
+sample = jax.jit(sampling.sample)
+
+
+def draw(logits: np.ndarray, rows: int, **fields: object) -> np.ndarray:
+    """Draw once for each of many seeds."""
+    tokens = jnp.zeros((rows, 4), jnp.int32)
+    return np.array(sample(jnp.tile(logits[None], (rows, 1)), settings(rows, **fields), tokens, jnp.zeros(rows, jnp.int32)))
+
+
+def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """The definition, with a sort, in float64."""
+    x = logits.astype(np.float64) / temperature
+    p = np.exp(x - x.max())
+    order = np.argsort(-p, kind="stable")
+    if 0 < top_k < len(p):
+        p[order[top_k:]] = 0
+    p /= p.sum()
+    if top_p < 1:
+        before = np.concatenate([[0], np.cumsum(p[order])[:-1]])
+        dropped = before >= top_p
+        dropped[0] = False
+        p[order[dropped]] = 0
+    p /= p.sum()
+    p[p < min_p * p.max()] = 0
+    return p / p.sum()
+
+
+def test_golden_distributions(shared: Path) -> None:
+    golden = json.loads((shared / "golden/sampling.json").read_text())
+    for case in golden["cases"]:
+        fields = {name: case[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        logits = jnp.array([golden["vectors"][case["logits"]]], jnp.float32)
+        found = np.array(probabilities(logits, settings(**fields)))[0]
+        np.testing.assert_allclose(found, case["probs"], atol=1e-6, err_msg=case["name"])
+        assert np.flatnonzero(found).tolist() == case["kept"], case["name"]
+
+
+@pytest.mark.parametrize("vocab", [2, 5, 127, 128, 129, 1000])
+@pytest.mark.parametrize("fields", [(0.7, 0, 0.9, 0.0), (1.0, 3, 1.0, 0.0), (1.4, 7, 0.8, 0.1), (1.0, 0, 0.999, 0.0)])
+def test_distribution_of_random_logits(vocab: int, fields: tuple[float, int, float, float]) -> None:
+    logits = np.random.default_rng(vocab).normal(0, 3, (4, vocab)).astype(np.float32)
+    logits[1] = np.round(logits[1])  # many ties
+    names = dict(zip(("temperature", "top_k", "top_p", "min_p"), fields, strict=True))
+    found = np.array(probabilities(jnp.array(logits), settings(4, **names)))
+    for row, x in zip(found, logits, strict=True):
+        np.testing.assert_allclose(row, reference(x, *fields), atol=2e-6)
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"temperature": 0.5}])
+def test_draws_follow_the_distribution(fields: dict[str, float]) -> None:
+    logits = np.random.default_rng(0).normal(0, 2, 300).astype(np.float32)
+    n = 20000
+    found = np.bincount(draw(logits, n, **fields), minlength=300)
+    p = reference(logits, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | fields)
+    possible = p > 0
+    assert not found[~possible].any()
+    chi_square = np.sum((found - n * p)[possible] ** 2 / (n * p[possible]))
+    degrees = possible.sum() - 1
+    assert chi_square < degrees + 5 * np.sqrt(2 * degrees)
+
+
+def test_draws_over_a_flat_vocabulary_reach_all_of_it() -> None:
+    ids = draw(np.zeros(32000, np.float32), 2000)
+    assert abs(ids.mean() - 15999.5) < 620  # three standard deviations
+    assert len(np.unique(ids)) > 1900
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 2.0**-126, 1e-12])
+@pytest.mark.parametrize("fields", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_no_temperature_is_greedy(temperature: float, fields: dict[str, float]) -> None:
+    assert set(draw(np.array([2, 4, 3], np.float32), 200, temperature=temperature, **fields)) == {1}
+
+
+def test_small_temperature_of_large_logits() -> None:
+    logits = np.array([2e4, 4e4, 3e4], np.float32)
+    assert set(draw(logits, 1000, temperature=1e-3)) == {1}
+    assert set(draw(logits / 1e4, 1000, temperature=1e-4)) == {1}
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-8, 1e-4, 1e-3])
+def test_tiny_top_p_keeps_the_best(top_p: float) -> None:
+    logits = np.random.default_rng(1).normal(0, 1, 4096).astype(np.float32)
+    logits[1234] = 12
+    assert set(draw(logits, 200, top_p=top_p)) == {1234}
+    flat = draw(np.zeros(4096, np.float32), 200, top_p=top_p)
+    assert ((flat >= 0) & (flat < 4096)).all()
+
+
+def test_top_p_near_one_stays_in_the_vocabulary() -> None:
+    flat = np.zeros(128256, np.float32)
+    for top_p in (0.9999999, 1.0):
+        ids = draw(flat, 64, top_p=top_p)
+        assert ((ids >= 0) & (ids < 128256)).all()
+        assert len(np.unique(ids)) > 60
+
+
+def test_filters_that_are_off_change_no_draw() -> None:
+    logits = np.random.default_rng(2).normal(0, 2, 50).astype(np.float32)
+    plain = draw(logits, 500)
+    for off in ({"top_k": 50}, {"top_k": 5000}, {"top_p": 1.0}, {"min_p": 0.0}, {"repetition_penalty": 1.0}):
+        np.testing.assert_array_equal(draw(logits, 500, **off), plain)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits = jnp.array(np.random.default_rng(3).normal(0, 2, (6, 500)), jnp.float32)
+    rows = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"repetition_penalty": 1.5}]
+    mixed = to_sampling([Settings(**{"temperature": 1.0, "top_p": 1.0, "seed": i} | row) for i, row in enumerate(rows)])
+    tokens, pos = jnp.arange(60, dtype=jnp.int32).reshape(6, 10), jnp.arange(6, dtype=jnp.int32)
+    together = sample(logits, mixed, tokens, pos)
+    for i in range(6):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], mixed)
+        assert together[i] == sample(logits[i : i + 1], one, tokens[i : i + 1], pos[i : i + 1])[0]
+
+
+def test_every_seed_is_a_seed() -> None:
+    logits = np.zeros(1000, np.float32)
+    seeds = [0, 1, -1, 2**31, 2**32, 2**63, 2**64 - 2]
+    ids = [tuple(draw_at(logits, seed, pos) for pos in range(4)) for seed in seeds]
+    assert len(set(ids)) == len(seeds)
+    assert ids == [tuple(draw_at(logits, seed, pos) for pos in range(4)) for seed in seeds]
+
+
+def draw_at(logits: np.ndarray, seed: int, pos: int) -> int:
+    row = settings(seed=seed)
+    return int(sample(jnp.array(logits[None]), row, jnp.zeros((1, 1), jnp.int32), jnp.array([pos], jnp.int32))[0])
+
+
+def test_repetition_penalty() -> None:
+    logits = jnp.array([[2.0, -1.0, 1.9, -1.5]], jnp.float32)
+    tokens = jnp.array([[0, 3, 2, 2]], jnp.int32)
+    greedy = {"temperature": 0.0}
+
+    def best(penalty: float, pos: int) -> int:
+        return int(sample(logits, settings(repetition_penalty=penalty, **greedy), tokens, jnp.array([pos], jnp.int32))[0])
+
+    assert best(1.0, 1) == 0
+    assert best(1.1, 1) == 2  # 2.0 / 1.1 < 1.9; token 2 comes after position 1 and is not counted
+    assert best(1.04, 1) == 0  # 2.0 / 1.04 > 1.9
+    negative = -jnp.abs(logits) - 1  # a negative logit is multiplied: [-3, -2, -2.9, -2.5]
+    seen = jnp.array([[1, 1, 1, 1]], jnp.int32)
+    row = settings(repetition_penalty=1.5, **greedy)
+    assert int(sample(negative, row, seen, jnp.array([0], jnp.int32))[0]) == 3
+
+
+def test_argmax_takes_the_first_of_equals() -> None:
+    x = jnp.array([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0], [-jnp.inf, -2.0, -2.0]], jnp.float32)
+    assert sampling.argmax(x).tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("bad", [[0.0, np.nan, 5.0], [-np.inf] * 3, [np.nan] * 3, [0.0, np.inf, 1.0]])
+def test_bad_logits_show_in_the_log_probability(bad: list[float]) -> None:
+    logits = jnp.array([bad], jnp.float32)
+    token = sample(logits, settings(temperature=0.0), jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    assert not np.isfinite(sampling.log_probability(logits, token)).all()
+
+
+def test_log_probability() -> None:
+    logits = np.random.default_rng(4).normal(0, 5, (3, 40)).astype(np.float32)
+    token = np.array([3, 0, 39], np.int32)
+    x = logits.astype(np.float64)
+    expected = x[np.arange(3), token] - np.log(np.exp(x).sum(-1))
+    np.testing.assert_allclose(sampling.log_probability(jnp.array(logits), jnp.array(token)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-1, float("nan"), float("inf"), "hot", True]),
+        ("top_k", [-1, 1.5, None]),
+        ("top_p", [-0.1, 1.1, float("nan")]),
+        ("min_p", [-0.1, 2]),
+        ("repetition_penalty", [0, -1, float("inf")]),
+        ("max_new_tokens", [-1, 2**40, 1.0]),
+        ("seed", [2**64, -(2**63) - 1, 0.5]),
+        ("stop", [[""], [1], 7]),
+    ],
+)
+def test_wrong_settings_are_named(field: str, values: list[object]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{field} = "):
+            Settings(**{field: value})
+    with pytest.raises(ValueError, match="top_k.*; min_p"):
+        Settings(top_k=-1, min_p=3)
+    with pytest.raises(ValueError, match="unknown settings tempreature"):
+        Settings().override({"tempreature": 1})
