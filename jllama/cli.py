@@ -33,7 +33,10 @@ GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
         flags.DEFINE_string("tokenizer", None, "its tokenizer.model or .bin; unset: looked for beside the checkpoint"),
         flags.DEFINE_string("config", None, "a configs/*.toml: random weights of that size, in place of a checkpoint"),
         flags.DEFINE_enum(
-            "dtype", "auto", ["auto", *checkpoint.DTYPES], "what to keep the weights in; auto: what the file stores; int8: fastest"
+            "dtype",
+            "auto",
+            ["auto", *checkpoint.DTYPES],
+            "what to keep the weights in; auto: what the file stores; int8: fastest",
         ),
         flags.DEFINE_float("rope_theta", None, "base of the rotary frequencies, for models whose file can't tell it"),
     ],
@@ -53,15 +56,21 @@ GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
         flags.DEFINE_integer("max_new_tokens", Settings.max_new_tokens, "the most tokens to generate for a prompt"),
         flags.DEFINE_float("temperature", Settings.temperature, "0: always the most probable token; 1: as trained"),
         flags.DEFINE_integer("top_k", Settings.top_k, "draw from the k most probable tokens; 0: off"),
-        flags.DEFINE_float("top_p", Settings.top_p, "draw from the fewest tokens with a total probability of p; 1: off"),
-        flags.DEFINE_float("min_p", Settings.min_p, "draw from tokens with min_p times the largest probability; 0: off"),
+        flags.DEFINE_float(
+            "top_p", Settings.top_p, "draw from the fewest tokens with a total probability of p; 1: off"
+        ),
+        flags.DEFINE_float(
+            "min_p", Settings.min_p, "draw from tokens with min_p times the largest probability; 0: off"
+        ),
         flags.DEFINE_float("repetition_penalty", Settings.repetition_penalty, "above 1: repeat less; 1: off"),
         flags.DEFINE_integer("seed", None, "equal seed, equal text; unset: another text every time"),
         flags.DEFINE_multi_string("stop", [], "end the text before this string; may be given several times"),
     ],
     "Conversion": [
         flags.DEFINE_string("save", None, "write the model to this file in llama2.c's format, and stop"),
-        flags.DEFINE_enum("save_version", "0", ["0", "1", "2"], "0: float32; 1: float32 with a magic; 2: int8 in groups"),
+        flags.DEFINE_enum(
+            "save_version", "0", ["0", "1", "2"], "0: float32; 1: float32 with a magic; 2: int8 in groups"
+        ),
     ],
     "Other": [
         flags.DEFINE_bool("help", False, "show this; --verbosity=1 shows where in the code an error came from"),
@@ -109,7 +118,7 @@ def usage() -> str:
         lines += ["", f"{title}:"]
         for holder in holders:
             flag = FLAGS[holder.name]
-            default = "" if flag.default in (None, [], "") else f"={flag.default_as_str.strip(chr(39))}"
+            default = "" if flag.default in (None, [], "") else f"={(flag.default_as_str or '').strip(chr(39))}"
             choices = f" ({'|'.join(flag.parser.enum_values)})" if hasattr(flag.parser, "enum_values") else ""
             lines.append(f"  --{flag.name}{default}")
             lines += textwrap.wrap(flag.help + choices, 106, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -218,7 +227,7 @@ def _load() -> tuple[LLM, float]:
         raise ValueError(NO_MODEL)
     path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(Path(FLAGS.checkpoint))
     llm = LLM(_params(FLAGS.dtype), tokenizer.load(path))
-    jax.block_until_ready(llm.params)
+    jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began
 
 

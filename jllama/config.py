@@ -1,16 +1,22 @@
 """The sizes and switches of a model: `Config`, its checks, and the reader of `configs/*.toml`."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 
 class ConfigError(ValueError):
     """Sizes that make no model: every problem found is named in the one message."""
+
+
+def _is_size(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+
+def _is_positive(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +33,26 @@ class RopeScaling:
     high_freq_factor: float
     original_max_seq_len: int
 
+    def __post_init__(self) -> None:
+        problems = [
+            f"rope_scaling.{name} = {value!r}: expected a positive number"
+            for name, value in dataclasses.asdict(self).items()
+            if not _is_positive(value)
+        ]
+        if not problems and self.low_freq_factor >= self.high_freq_factor:
+            problems.append(
+                f"rope_scaling.low_freq_factor = {self.low_freq_factor}: "
+                f"expected less than high_freq_factor = {self.high_freq_factor}"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a Llama-family model; frozen and hashable, so that it can be static under `jax.jit`.
+    """The sizes and switches of a model; frozen and hashable, so that it can be static under `jax.jit`.
+
+    The switches' defaults are the Llama family's; GPT-2 is layer, learned and gelu.
 
     Args:
       dim: width D of the residual stream.
@@ -41,9 +63,13 @@ class Config:
       vocab_size: number of token ids V.
       max_seq_len: the context: tokens of prompt and continuation together.
       head_dim: width H of a head; 0 stands for `dim / n_heads`.
-      norm_eps: epsilon of RMSNorm.
+      norm_eps: epsilon of the norms.
       rope_theta: base of the rotary frequencies.
       rope_scaling: how the rotary frequencies are stretched, None where they are not.
+      sliding_window: how many tokens, itself included, a token attends to; None: all before it.
+      norm: "rms" or "layer", which also takes off the mean.
+      position: "rope", rotary, or "learned", a table of `max_seq_len` rows added to the embedding.
+      activation: "silu", of a gate, or "gelu", of GPT-2's plain feed-forward.
 
     Raises:
       ConfigError: with every field that is wrong, by name.
@@ -60,28 +86,38 @@ class Config:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    position: Literal["rope", "learned"] = "rope"
+    activation: Literal["silu", "gelu"] = "silu"
 
     def __post_init__(self) -> None:
-        if self.head_dim == 0 and self.n_heads > 0 and self.dim % self.n_heads == 0:
+        if self.head_dim == 0 and _is_size(self.dim) and _is_size(self.n_heads) and self.dim % self.n_heads == 0:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         if problems := self._problems():
             raise ConfigError("; ".join(problems))
 
     def _problems(self) -> list[str]:
-        positive = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-        problems = [f"{n} = {getattr(self, n)}: expected 1 or more" for n in positive if getattr(self, n) < 1]
-        if problems:
-            return problems
-        if self.n_heads % self.n_kv_heads:
-            problems.append(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
-        if self.head_dim == 0:
-            problems.append(f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}, and head_dim is not given")
-        elif self.head_dim < 0 or self.head_dim % 2:
-            problems.append(f"head_dim = {self.head_dim}: rotary pairs need an even number of 2 or more")
+        sizes = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
+        problems = [f"{n} = {getattr(self, n)!r}: expected 1 or more" for n in sizes if not _is_size(getattr(self, n))]
+        if self.sliding_window is not None and not _is_size(self.sliding_window):
+            problems.append(f"sliding_window = {self.sliding_window!r}: expected 1 or more, or none")
+        if not problems:
+            if self.n_heads % self.n_kv_heads:
+                problems.append(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
+            if self.head_dim == 0:
+                problems.append(
+                    f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}; expected a head_dim then"
+                )
+            elif not _is_size(self.head_dim) or (self.position == "rope" and self.head_dim % 2):
+                problems.append(f"head_dim = {self.head_dim!r}: rotary pairs need an even number of 2 or more")
         for name in ("norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                problems.append(f"{name} = {value}: expected a positive number")
+            if not _is_positive(value := getattr(self, name)):
+                problems.append(f"{name} = {value!r}: expected a positive number")
+        for name in ("norm", "position", "activation"):
+            choices = get_args(Config.__annotations__[name])
+            if (value := getattr(self, name)) not in choices:
+                problems.append(f"{name} = {value!r}: expected {' or '.join(choices)}")
         return problems
 
     @property
@@ -110,6 +146,8 @@ def from_toml(path: str | Path) -> tuple[Config, bool]:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
     tied = fields.pop("tied", False)
     try:
+        if not isinstance(tied, bool):
+            raise ConfigError(f"tied = {tied!r}: expected true or false")
         if "rope_scaling" in fields:
             fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
         return Config(**fields), tied

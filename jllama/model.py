@@ -1,4 +1,4 @@
-"""The forward pass of a Llama: pure functions on pytrees.
+"""The forward pass of the Llama family and of GPT-2: pure functions on pytrees.
 
 `forward` is the whole model; `prefill` reads a batch of prompts with it, `step` one token a row.
 
@@ -18,18 +18,27 @@ import numpy as np
 from jax import lax
 
 from jllama.config import Config
-from jllama.quant import Weight, linear, take
+from jllama.quant import Linear, Weight, linear, take
+
+
+class Norm(NamedTuple):
+    """The scale of a norm, and the shift of GPT-2's."""
+
+    weight: jax.Array  # float32 [D], or [H] for the norms of single heads
+    bias: jax.Array | None = None  # float32 [D]
 
 
 class Layer(NamedTuple):
-    """The weights of one layer."""
+    """The weights of one layer. What a family doesn't have is None, and no leaf."""
 
-    attention_norm: jax.Array  # float32 [D]
-    wqkv: Weight  # [N*H + 2*K*H, D]: the rows of wq, wk and wv; rotary pairs interleaved
-    wo: Weight  # [D, N*H]
-    ffn_norm: jax.Array  # float32 [D]
-    w13: Weight  # [2*F, D]: the rows of w1 (gate) and w3 (up)
-    w2: Weight  # [D, F]
+    attention_norm: Norm
+    wqkv: Linear  # [N*H + 2*K*H, D]: the rows of wq, wk and wv; rotary pairs interleaved
+    wo: Linear  # [D, N*H]
+    ffn_norm: Norm
+    w13: Linear  # [2*F, D]: the rows of w1 (gate) and w3 (up); GPT-2: [F, D]
+    w2: Linear  # [D, F]
+    q_norm: Norm | None = None  # of each query head, as Qwen3 has it
+    k_norm: Norm | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -39,9 +48,10 @@ class Params:
 
     embedding: Weight  # [V, D]
     layers: tuple[Layer, ...]
-    norm: jax.Array  # float32 [D]
+    norm: Norm
     output: Weight | None  # [V, D]; None: the embedding serves as the head too
     config: Config = dataclasses.field(metadata={"static": True})
+    positions: jax.Array | None = None  # float32 [max_seq_len, D] where positions are learned
 
 
 class Cache(NamedTuple):
@@ -115,21 +125,23 @@ def forward(params: Params, cache: Cache, tokens: jax.Array, start: jax.Array) -
     """
     config = params.config
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    rotation = rotary(config, positions)
     x = take(params.embedding, tokens)
+    if params.positions is not None:
+        x = x + params.positions[jnp.minimum(positions, config.max_seq_len - 1)]  # padding may lie beyond the table
+    rotation = rotary(config, positions) if config.position == "rope" else None
     keys, values = [], []
     for layer, k, v in zip(params.layers, cache.k, cache.v, strict=True):
-        a, k, v = attention(config, layer, k, v, rms_norm(x, layer.attention_norm, config.norm_eps), positions, rotation)
+        a, k, v = attention(config, layer, k, v, norm(config, layer.attention_norm, x), positions, rotation)
         x = x + a
-        x = x + feed_forward(layer, rms_norm(x, layer.ffn_norm, config.norm_eps))
+        x = x + feed_forward(config, layer, norm(config, layer.ffn_norm, x))
         keys.append(k)
         values.append(v)
-    return rms_norm(x, params.norm, config.norm_eps), Cache(tuple(keys), tuple(values))
+    return norm(config, params.norm, x), Cache(tuple(keys), tuple(values))
 
 
 def head(params: Params, hidden: jax.Array) -> jax.Array:
     """Turn hidden states `[..., D]` into float32 logits `[..., V]`."""
-    return linear(params.embedding if params.output is None else params.output, hidden)
+    return linear(Linear(params.embedding if params.output is None else params.output), hidden)
 
 
 def attention(
@@ -139,7 +151,7 @@ def attention(
     v_cache: jax.Array,
     x: jax.Array,
     positions: jax.Array,
-    rotation: jax.Array,
+    rotation: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write the keys and values of `x [B, T, D]` to the cache and attend to every slot up to each token's own.
 
@@ -150,21 +162,25 @@ def attention(
     n_kv, h = config.n_kv_heads, config.head_dim
     g = config.n_heads // n_kv
     q, k, v = jnp.split(linear(layer.wqkv, x), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
-    q = rotate(q.reshape(b, t, n_kv, g, h), rotation[:, :, None, None])
-    k = rotate(k.reshape(b, t, n_kv, h), rotation[:, :, None])
-    v = v.reshape(b, t, n_kv, h)
+    q, k, v = q.reshape(b, t, n_kv * g, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
+    if rotation is not None:
+        q, k = rotate(q, rotation[:, :, None]), rotate(k, rotation[:, :, None])
 
     first = jnp.repeat(positions[:, 0], n_kv)
     k_cache = _write(k_cache, k.swapaxes(1, 2).reshape(b * n_kv, t, h), first)
     v_cache = _write(v_cache, v.swapaxes(1, 2).reshape(b * n_kv, t, h), first)
 
     # The G query heads of a key head are rows of one product, beside the T tokens.
-    q = q.transpose(0, 2, 1, 3, 4).reshape(b * n_kv, t * g, h) * (h**-0.5)
-    scores = jnp.einsum("nqh,nsh->nqs", q, k_cache, precision=lax.Precision.HIGHEST)
-    scores = scores.reshape(b, n_kv, t, g, -1)
+    q = q.reshape(b, t, n_kv, g, h).transpose(0, 2, 1, 3, 4).reshape(b * n_kv, t * g, h) * (h**-0.5)
+    scores = jnp.einsum("nqh,nsh->nqs", q, k_cache, precision=lax.Precision.HIGHEST).reshape(b, n_kv, t, g, -1)
     slots = lax.broadcasted_iota(jnp.int32, scores.shape, 4)
-    scores = jnp.where(slots <= positions[:, None, :, None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).reshape(b * n_kv, t * g, -1)
+    here = positions[:, None, :, None, None]
+    visible = slots <= here
+    if config.sliding_window is not None:
+        visible &= slots > here - config.sliding_window
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).reshape(b * n_kv, t * g, -1)
     out = jnp.einsum("nqs,nsh->nqh", weights, v_cache, precision=lax.Precision.HIGHEST)
     out = out.reshape(b, n_kv, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, -1)
     return linear(layer.wo, out), k_cache, v_cache
@@ -176,16 +192,28 @@ def _write(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
     return jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, jnp.int32(0))))(cache, new, first)
 
 
-def feed_forward(layer: Layer, x: jax.Array) -> jax.Array:
-    """SwiGLU: `w2 (silu(w1 x) * w3 x)`, `[B, T, D]` to `[B, T, D]`. Source: Shazeer, arXiv 2002.05202."""
-    gate, up = jnp.split(linear(layer.w13, x), 2, axis=-1)
+def feed_forward(config: Config, layer: Layer, x: jax.Array) -> jax.Array:
+    """SwiGLU, `w2 (silu(w1 x) * w3 x)`, or GPT-2's `w2 gelu(w1 x)`: `[B, T, D]` to `[B, T, D]`.
+
+    Sources: Shazeer, arXiv 2002.05202; Hendrycks and Gimpel, arXiv 1606.08415, the tanh form.
+    """
+    hidden = linear(layer.w13, x)
+    if config.activation == "gelu":
+        return linear(layer.w2, jax.nn.gelu(hidden, approximate=True))
+    gate, up = jnp.split(hidden, 2, axis=-1)
     return linear(layer.w2, jax.nn.silu(gate) * up)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Scale `x [..., D]` to a root mean square of 1, then by `weight [D]`. Source: Zhang, arXiv 1910.07467."""
-    scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return x * scale * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:
+    """Bring the last axis of `x [..., D]` to a root mean square (or a standard deviation) of 1, then scale it.
+
+    Sources: Zhang and Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450.
+    """
+    if config.norm == "layer":
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
+    x = x * scale.weight.reshape((1,) * (x.ndim - 1) + (-1,))
+    return x if scale.bias is None else x + scale.bias.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def rotary(config: Config, positions: jax.Array) -> jax.Array:

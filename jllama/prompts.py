@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from jllama.llm import Prompt
 from jllama.settings import Settings

@@ -54,18 +54,28 @@ def take(w: Weight, ids: jax.Array) -> jax.Array:
     return w[ids].astype(jnp.float32)
 
 
-def linear(w: Weight, x: jax.Array) -> jax.Array:
-    """Multiply float32 `x [..., in]` by `w [out, in]` -> float32 `[..., out]`.
+class Linear(NamedTuple):
+    """A weight `[out, in]` and, in some models, a bias float32 `[out]`."""
+
+    weight: Weight
+    bias: jax.Array | None = None
+
+
+def linear(layer: Linear, x: jax.Array) -> jax.Array:
+    """Multiply float32 `x [..., in]` by a weight `[out, in]` and add the bias -> float32 `[..., out]`.
 
     float32 weights are exact (no TF32 on GPUs). bfloat16 weights round `x` to bfloat16. int8 weights round `x` to
     int8 with one scale a row, sum in int32 and scale back.
     """
+    w, bias = layer
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(w, QuantizedWeight):
         q = quantize(rows)
         y = _dot(w.values, q.values, jnp.int32).astype(jnp.float32) * (q.scale[:, None] * w.scale[None, :])
     else:
         y = _dot(w, rows.astype(w.dtype), jnp.float32)
+    if bias is not None:
+        y = y + bias[None]
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

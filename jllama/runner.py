@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jllama import decode
@@ -43,7 +44,7 @@ class Runner:
 
     def call(self, function: Any, *args: Any, **static: Any) -> Any:
         """Call a jitted function; compile it first where that was not done for these shapes."""
-        if jax.config.jax_disable_jit:
+        if jax.config.read("jax_disable_jit"):  # type: ignore[no-untyped-call]
             return function(*args, **static)
         key = (function, *map(np.shape, jax.tree.leaves(args[1:])), *static.values())
         if (program := self._programs.get(key)) is None:
@@ -80,7 +81,7 @@ class Batch:
         self._runner = runner
         self._taken = np.array([len(ids) for ids in prompts] + [1] * spare, np.int32)
         ends = [min(n + s.max_new_tokens, context) for n, s in zip(self._taken.tolist(), settings, strict=False)]
-        self._stop = Stop(np.array(stop_ids, np.int32), np.array(ends + [1] * spare, np.int32))
+        self._stop = Stop(jnp.array(stop_ids, jnp.int32), jnp.array(ends + [1] * spare, jnp.int32))
         self._sampling = to_sampling([*settings, *[Settings()] * spare])
         self._read(prompts)
 
@@ -114,7 +115,7 @@ class Batch:
         with self._runner.timed("decode"):
             if self._pos[~self.done].max(initial=0) + 1 >= slots:
                 self._state = call(decode.compiled_grow, self._state, slots=2 * slots)
-            state = self._state._replace(done=self.done)
+            state = self._state._replace(done=jnp.asarray(self.done))
             self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
 
     def take(self, row: int) -> tuple[list[int], list[float]]:

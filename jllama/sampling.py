@@ -45,11 +45,12 @@ def sample(logits: jax.Array, sampling: Sampling, tokens: jax.Array, pos: jax.Ar
       int32 `[B]`. With temperature 0 the largest logit, the lowest id where several are equal.
     """
     logits = _penalise(logits, sampling.repetition_penalty, tokens, pos)
-    return lax.cond(
+    token: jax.Array = lax.cond(
         jnp.any(sampling.temperature >= _MIN_TEMPERATURE),
         lambda: jnp.where(sampling.temperature < _MIN_TEMPERATURE, argmax(logits), _draw(logits, sampling, pos)),
         lambda: argmax(logits),
     )
+    return token
 
 
 def probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
@@ -67,7 +68,10 @@ def argmax(x: jax.Array) -> jax.Array:
 
 
 def _penalise(logits: jax.Array, penalty: jax.Array, tokens: jax.Array, pos: jax.Array) -> jax.Array:
-    """Make the tokens of a row less probable. Source: Keskar et al., CTRL, arXiv 1909.05858; sign rule of `transformers`."""
+    """Make the tokens that a row has seen less probable.
+
+    Source: Keskar et al., CTRL, arXiv 1909.05858, with the sign rule of `transformers`.
+    """
 
     def penalise() -> jax.Array:
         rows = lax.broadcasted_iota(jnp.int32, tokens.shape, 0)
@@ -76,7 +80,8 @@ def _penalise(logits: jax.Array, penalty: jax.Array, tokens: jax.Array, pos: jax
         scaled = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
         return jnp.where(seen, scaled, logits)
 
-    return lax.cond(jnp.any(penalty != 1.0), penalise, lambda: logits)
+    result: jax.Array = lax.cond(jnp.any(penalty != 1.0), penalise, lambda: logits)
+    return result
 
 
 def _weights(logits: jax.Array, sampling: Sampling) -> jax.Array:
@@ -89,9 +94,7 @@ def _weights(logits: jax.Array, sampling: Sampling) -> jax.Array:
     return jnp.where(weights >= sampling.min_p[:, None], weights, 0.0)
 
 
-def _keep(
-    weights: jax.Array, measure: Callable[[jax.Array], jax.Array], on: jax.Array, enough: jax.Array
-) -> jax.Array:
+def _keep(weights: jax.Array, measure: Callable[[jax.Array], jax.Array], on: jax.Array, enough: jax.Array) -> jax.Array:
     """Keep the fewest largest `weights [B, V]` whose measures sum to `enough [B]`, at least one, in the rows `on`.
 
     Of equal weights those with the lowest ids are kept.
@@ -125,7 +128,8 @@ def _keep(
         first = lax.broadcasted_iota(jnp.int32, weights.shape, 1) == argmax(weights)[:, None]
         return above | ((weights == threshold) & (before < enough[:, None])) | first
 
-    return lax.cond(jnp.any(on), keep, lambda: weights)
+    result: jax.Array = lax.cond(jnp.any(on), keep, lambda: weights)
+    return result
 
 
 def _float(bits: jax.Array) -> jax.Array:
@@ -155,6 +159,6 @@ def _uniform(seed: jax.Array, pos: jax.Array) -> jax.Array:
 
 
 def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
-    """Compute the natural log of the model's probability of `token [B]`, float32 `[B]`; not finite if `logits` aren't."""
+    """Compute the log of the probability of `token [B]`: float32 `[B]`, not finite where the logits are not."""
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)

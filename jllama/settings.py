@@ -8,7 +8,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 
 from jllama.sampling import Sampling
 
@@ -99,12 +100,16 @@ def _is_strings(x: object) -> bool:
 
 def to_sampling(rows: Sequence[Settings]) -> Sampling:
     """Gather the sampling settings of a batch; a seed of None becomes a random one."""
+
+    def array(field: str, dtype: type) -> jax.Array:
+        return jnp.array([getattr(row, field) for row in rows], dtype)
+
     seeds = [secrets.randbits(64) if row.seed is None else row.seed % 2**64 for row in rows]
     return Sampling(
-        temperature=np.array([row.temperature for row in rows], np.float32),
-        top_k=np.array([row.top_k for row in rows], np.int32),
-        top_p=np.array([row.top_p for row in rows], np.float32),
-        min_p=np.array([row.min_p for row in rows], np.float32),
-        repetition_penalty=np.array([row.repetition_penalty for row in rows], np.float32),
-        seed=np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32),
+        temperature=array("temperature", jnp.float32),
+        top_k=array("top_k", jnp.int32),
+        top_p=array("top_p", jnp.float32),
+        min_p=array("min_p", jnp.float32),
+        repetition_penalty=array("repetition_penalty", jnp.float32),
+        seed=jnp.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], jnp.uint32),
     )

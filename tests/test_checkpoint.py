@@ -70,9 +70,9 @@ def test_weights_are_fused_and_unchanged(tmp_path: Path, tied: bool) -> None:
     np.testing.assert_array_equal(params.embedding, w["tok_embeddings.weight"])
     for i, layer in enumerate(params.layers):
         attention = [w[f"layers.{i}.attention.{name}.weight"] for name in ("wq", "wk", "wv")]
-        np.testing.assert_array_equal(layer.wqkv, np.concatenate(attention))
+        np.testing.assert_array_equal(layer.wqkv.weight, np.concatenate(attention))
         feed_forward = [w[f"layers.{i}.feed_forward.{name}.weight"] for name in ("w1", "w3")]
-        np.testing.assert_array_equal(layer.w13, np.concatenate(feed_forward))
+        np.testing.assert_array_equal(layer.w13.weight, np.concatenate(feed_forward))
     assert_same(arrays(params), dict(sorted(w.items())))
     assert (params.output is None) == tied
 
@@ -108,14 +108,14 @@ def test_dtypes(tmp_path: Path, version: int, dtype: str) -> None:
     assert exact.output is not None
     assert params.output is not None
     compare(exact.output, params.output)
-    assert params.norm.dtype == jnp.float32
+    assert params.norm.weight.dtype == jnp.float32
     for a, b in zip(exact.layers, params.layers, strict=True):
         for name in ("wqkv", "wo", "w13", "w2"):
-            compare(getattr(a, name), getattr(b, name))
-            assert isinstance(getattr(b, name), QuantizedWeight) == (dtype == "int8")
+            compare(getattr(a, name).weight, getattr(b, name).weight)
+            assert isinstance(getattr(b, name).weight, QuantizedWeight) == (dtype == "int8")
         for name in ("attention_norm", "ffn_norm"):
-            assert getattr(b, name).dtype == jnp.float32
-            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+            assert getattr(b, name).weight.dtype == jnp.float32
+            np.testing.assert_array_equal(getattr(a, name).weight, getattr(b, name).weight)
 
 
 @pytest.mark.parametrize(("version", "dtype"), [(0, "float32"), (1, "float32"), (2, "int8")])
@@ -224,7 +224,7 @@ def test_other_dtypes_are_widened(tmp_path: Path) -> None:
         checkpoint.save(params, tmp_path / "saved.bin", version=1)
         saved = checkpoint.load(tmp_path / "saved.bin")
         np.testing.assert_array_equal(saved.embedding, dequantize(params.embedding))
-        np.testing.assert_array_equal(saved.layers[1].w13, dequantize(params.layers[1].w13))
+        np.testing.assert_array_equal(saved.layers[1].w13.weight, dequantize(params.layers[1].w13.weight))
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])

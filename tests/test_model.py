@@ -11,8 +11,8 @@ import tiny
 
 from jllama import checkpoint
 from jllama.config import Config, RopeScaling
-from jllama.model import forward, head, init_cache, prefill, rms_norm, rotary_frequencies, step
-from jllama.quant import QuantizedWeight, dequantize, linear, quantize, take
+from jllama.model import Norm, forward, head, init_cache, norm, prefill, rotary_frequencies, step
+from jllama.quant import Linear, QuantizedWeight, dequantize, linear, quantize, take
 
 jit_forward, jit_step, jit_prefill = jax.jit(forward), jax.jit(step), jax.jit(prefill)
 
@@ -33,7 +33,9 @@ def test_logits_equal_the_oracle(name: str, eager: bool) -> None:
         np.testing.assert_allclose(row, oracle.forward(weights, params.config, ids), atol=1e-4)
 
 
-@pytest.mark.parametrize("file", ["stories260K", "stories260K_v1", "stories260K_untied", "stories260K_q80", "stories260K_q80_gs4"])
+@pytest.mark.parametrize(
+    "file", ["stories260K", "stories260K_v1", "stories260K_untied", "stories260K_q80", "stories260K_q80_gs4"]
+)
 def test_golden_logits(shared: Path, file: str) -> None:
     golden = np.load(shared / "golden/logits.npz")
     name = file.removesuffix("_v1")
@@ -139,7 +141,8 @@ def test_llama3_frequencies() -> None:
 def test_epsilon_of_the_norm() -> None:
     x = jnp.full((1, 4), 1e-3, jnp.float32)
     for eps, scale in ((1e-5, 301.5), (1e-6, 707.1)):
-        np.testing.assert_allclose(rms_norm(x, jnp.ones(4), eps), 1e-3 * scale, rtol=1e-4)
+        config = Config(4, 4, 1, 1, 1, 4, 4, norm_eps=eps)
+        np.testing.assert_allclose(norm(config, Norm(jnp.ones(4)), x), 1e-3 * scale, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -154,7 +157,7 @@ def test_linear_of_stored_types(dtype: str, rows: int) -> None:
         x_stored = np.round(x / x_scale) * x_scale
     else:
         x_stored = np.array(jnp.array(x, jnp.bfloat16), np.float64)
-    found = np.array(jax.jit(linear)(stored, jnp.array(x)))
+    found = np.array(jax.jit(linear)(Linear(stored), jnp.array(x)))
     np.testing.assert_allclose(found, x_stored @ exact_weights.T, atol=2e-4)
     ids = jnp.array([3, 39, 0])
     np.testing.assert_array_equal(take(stored, ids), dequantize(stored)[ids])

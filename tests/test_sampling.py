@@ -23,7 +23,9 @@ sample = jax.jit(sampling.sample)
 def draw(logits: np.ndarray, rows: int, **fields: object) -> np.ndarray:
     """Draw once for each of many seeds."""
     tokens = jnp.zeros((rows, 4), jnp.int32)
-    return np.array(sample(jnp.tile(logits[None], (rows, 1)), settings(rows, **fields), tokens, jnp.zeros(rows, jnp.int32)))
+    return np.array(
+        sample(jnp.tile(logits[None], (rows, 1)), settings(rows, **fields), tokens, jnp.zeros(rows, jnp.int32))
+    )
 
 
 def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -150,7 +152,9 @@ def test_repetition_penalty() -> None:
     greedy = {"temperature": 0.0}
 
     def best(penalty: float, pos: int) -> int:
-        return int(sample(logits, settings(repetition_penalty=penalty, **greedy), tokens, jnp.array([pos], jnp.int32))[0])
+        return int(
+            sample(logits, settings(repetition_penalty=penalty, **greedy), tokens, jnp.array([pos], jnp.int32))[0]
+        )
 
     assert best(1.0, 1) == 0
     assert best(1.1, 1) == 2  # 2.0 / 1.1 < 1.9; token 2 comes after position 1 and is not counted
@@ -198,7 +202,7 @@ def test_wrong_settings_are_named(field: str, values: list[object]) -> None:
     for value in values:
         with pytest.raises(ValueError, match=f"^{field} = "):
             Settings(**{field: value})
-    with pytest.raises(ValueError, match="top_k.*; min_p"):
+    with pytest.raises(ValueError, match=r"top_k.*; min_p"):
         Settings(top_k=-1, min_p=3)
     with pytest.raises(ValueError, match="unknown settings tempreature"):
         Settings().override({"tempreature": 1})

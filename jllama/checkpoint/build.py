@@ -16,8 +16,8 @@ import tqdm
 from jax import lax
 
 from jllama.config import Config
-from jllama.model import Layer, Params
-from jllama.quant import QuantizedWeight, Weight
+from jllama.model import Layer, Norm, Params
+from jllama.quant import Linear, QuantizedWeight, Weight
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -62,10 +62,23 @@ def tensor_shapes(config: Config, *, tied: bool) -> dict[str, tuple[int, ...]]:
         "layers.{}.ffn_norm.weight": (d,),
         "layers.{}.feed_forward.w1.weight": (f, d),
         "layers.{}.feed_forward.w2.weight": (d, f),
-        "layers.{}.feed_forward.w3.weight": (f, d),
         "norm.weight": (d,),
     }
+    if config.activation == "silu":
+        shapes["layers.{}.feed_forward.w3.weight"] = (f, d)
+    if config.position == "learned":
+        shapes["position_embeddings.weight"] = (config.max_seq_len, d)
+    if config.norm == "layer":  # GPT-2, which has a bias everywhere
+        shapes |= {name.replace("weight", "bias"): (shape[0],) for name, shape in shapes.items() if "embed" not in name}
     return shapes if tied else shapes | {"output.weight": (config.vocab_size, d)}
+
+
+def optional_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
+    """Return the kinds of tensors that only some models of the Llama family have, in groups that come together."""
+    at = "layers.{}.attention"
+    qkv = {f"{at}.wq.bias": (config.q_dim,), f"{at}.wk.bias": (config.kv_dim,), f"{at}.wv.bias": (config.kv_dim,)}
+    norms = {f"{at}.q_norm.weight": (config.head_dim,), f"{at}.k_norm.weight": (config.head_dim,)}
+    return [dict(qkv), {f"{at}.wo.bias": (config.dim,)}, dict(norms)]
 
 
 def expand(name: str, n_layers: int) -> list[str]:
@@ -97,17 +110,28 @@ def build_params(config: Config, sources: Mapping[str, Source], *, dtype: str, o
             bar.update(sum(math.prod(part.shape) for part in parts))
             return _quantized(parts) if dtype == "int8" else _plain(parts, dtype)
 
-        def norm(name: str) -> jax.Array:
-            return _plain([sources[f"{name}.weight"]], "float32")
+        def vector(*names: str) -> jax.Array | None:
+            return _plain([sources[name] for name in names], "float32") if names[0] in sources else None
+
+        def linear(*names: str) -> Linear:
+            return Linear(weight(*names), vector(*(f"{name}.bias" for name in names)))
+
+        def norm(name: str) -> Norm:
+            return Norm(_plain([sources[f"{name}.weight"]], "float32"), vector(f"{name}.bias"))
 
         def layer(at: str) -> Layer:
+            has_head_norms = f"{at}.attention.q_norm.weight" in sources
             return Layer(
                 attention_norm=norm(f"{at}.attention_norm"),
-                wqkv=weight(f"{at}.attention.wq", f"{at}.attention.wk", f"{at}.attention.wv"),
-                wo=weight(f"{at}.attention.wo"),
+                wqkv=linear(f"{at}.attention.wq", f"{at}.attention.wk", f"{at}.attention.wv"),
+                wo=linear(f"{at}.attention.wo"),
                 ffn_norm=norm(f"{at}.ffn_norm"),
-                w13=weight(f"{at}.feed_forward.w1", f"{at}.feed_forward.w3"),
-                w2=weight(f"{at}.feed_forward.w2"),
+                w13=linear(
+                    *(f"{at}.feed_forward.{w}" for w in ("w1", "w3") if f"{at}.feed_forward.{w}.weight" in sources)
+                ),
+                w2=linear(f"{at}.feed_forward.w2"),
+                q_norm=norm(f"{at}.attention.q_norm") if has_head_norms else None,
+                k_norm=norm(f"{at}.attention.k_norm") if has_head_norms else None,
             )
 
         return Params(
@@ -116,29 +140,43 @@ def build_params(config: Config, sources: Mapping[str, Source], *, dtype: str, o
             norm=norm("norm"),
             output=weight("output") if "output.weight" in sources else None,
             config=config,
+            positions=vector("position_embeddings.weight"),
         )
 
 
 def sources_of(params: Params) -> dict[str, Source]:
     """Return the tensors of a model by name, the fused ones apart: what `build_params` takes, in float32."""
     c = params.config
-    sources = {"tok_embeddings.weight": _rows_of(params.embedding), "norm.weight": _rows_of(params.norm)}
+    q, kv, f = c.q_dim, c.kv_dim, c.hidden_dim
+    gated = c.activation == "silu"
+    found: dict[str, Weight | None] = {"tok_embeddings.weight": params.embedding, "output.weight": params.output}
+    found |= {"norm.weight": params.norm.weight, "norm.bias": params.norm.bias}
+    found["position_embeddings.weight"] = params.positions
+    sources = {}
     for i, layer in enumerate(params.layers):
-        named = {
-            "attention_norm": _rows_of(layer.attention_norm),
-            "attention.wq": _rows_of(layer.wqkv, 0, c.q_dim),
-            "attention.wk": _rows_of(layer.wqkv, c.q_dim, c.kv_dim),
-            "attention.wv": _rows_of(layer.wqkv, c.q_dim + c.kv_dim, c.kv_dim),
-            "attention.wo": _rows_of(layer.wo),
-            "ffn_norm": _rows_of(layer.ffn_norm),
-            "feed_forward.w1": _rows_of(layer.w13, 0, c.hidden_dim),
-            "feed_forward.w2": _rows_of(layer.w2),
-            "feed_forward.w3": _rows_of(layer.w13, c.hidden_dim, c.hidden_dim),
-        }
-        sources |= {f"layers.{i}.{name}.weight": source for name, source in named.items()}
-    if params.output is not None:
-        sources["output.weight"] = _rows_of(params.output)
-    return sources
+        at = f"layers.{i}"
+        for name, norm in (
+            ("attention_norm", layer.attention_norm),
+            ("attention.q_norm", layer.q_norm),
+            ("attention.k_norm", layer.k_norm),
+            ("ffn_norm", layer.ffn_norm),
+        ):
+            if norm is not None:
+                found |= {f"{at}.{name}.weight": norm.weight, f"{at}.{name}.bias": norm.bias}
+        for name, linear, first, count in (
+            ("attention.wq", layer.wqkv, 0, q),
+            ("attention.wk", layer.wqkv, q, kv),
+            ("attention.wv", layer.wqkv, q + kv, kv),
+            ("attention.wo", layer.wo, 0, c.dim),
+            ("feed_forward.w1", layer.w13, 0, f),
+            ("feed_forward.w2", layer.w2, 0, c.dim),
+            ("feed_forward.w3", layer.w13, f, f),
+        ):
+            if gated or name != "feed_forward.w3":
+                sources[f"{at}.{name}.weight"] = _rows_of(linear.weight, first, count)
+                if linear.bias is not None:
+                    sources[f"{at}.{name}.bias"] = _rows_of(linear.bias, first, count)
+    return sources | {name: _rows_of(w) for name, w in found.items() if w is not None}
 
 
 def blocks(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int]]:
@@ -150,6 +188,9 @@ def blocks(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int
 
 def _check(config: Config, sources: Mapping[str, Source], origin: str) -> None:
     shapes = tensor_shapes(config, tied="output.weight" not in sources)
+    for group in optional_shapes(config):
+        if any(name in sources for kind in group for name in expand(kind, config.n_layers)):
+            shapes |= group
     expected = {name: shape for kind, shape in shapes.items() for name in expand(kind, config.n_layers)}
     problems = []
     for name, shape in expected.items():
