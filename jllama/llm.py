@@ -209,10 +209,7 @@ class LLM:
           ValueError: they don't fit the context.
         """
         ids = self.tokenizer.prompt_ids(prompt.text)
-        if len(ids) > (context := self.params.config.max_seq_len):
-            raise ValueError(
-                f"the prompt {prompt.text[:20]!r}... has {len(ids)} tokens; the model's context holds {context}"
-            )
+        self.runner.check(ids)
         return ids
 
     def score(self, text: str) -> Score:

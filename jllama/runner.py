@@ -42,9 +42,19 @@ class Runner:
         self.timings = Timings()
         self._programs: dict[Any, Any] = {}
 
+    def check(self, ids: Sequence[int]) -> None:
+        """Raise ValueError for a prompt that the model can't read: no tokens, too many, or not of its vocabulary."""
+        config = self.params.config
+        if not 1 <= len(ids) <= config.max_seq_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens: expected 1 to {config.max_seq_len}, the model's context"
+            )
+        if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
+            raise ValueError(f"token id {wrong[0]}: expected 0 to {config.vocab_size - 1}, the model's vocabulary")
+
     def call(self, function: Any, *args: Any, **static: Any) -> Any:
         """Call a jitted function; compile it first where that was not done for these shapes."""
-        if jax.config.read("jax_disable_jit"):  # type: ignore[no-untyped-call]
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args, **static)
         key = (function, *map(np.shape, jax.tree.leaves(args[1:])), *static.values())
         if (program := self._programs.get(key)) is None:
@@ -72,10 +82,15 @@ class Batch:
 
         Args:
           runner: the model.
-          prompts: ids of each row, at least one and no more than the context holds.
+          prompts: ids of each row.
           settings: of each row.
           stop_ids: the tokens that end a row.
+
+        Raises:
+          ValueError: a prompt that the model can't read.
         """
+        for ids in prompts:
+            runner.check(ids)
         context = runner.params.config.max_seq_len
         spare = _power_of_two(len(prompts)) - len(prompts)  # rows of one token, full from the start
         self._runner = runner
@@ -94,7 +109,7 @@ class Batch:
         width = min(_power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, _BLOCK_TOKENS // rows)))
         call, params = self._runner.call, self._runner.params
         with self._runner.timed("prompt"):
-            state = call(decode.compiled_start, params, tokens, self._taken, self._stop)
+            state = call(decode.compiled_start, params, jnp.asarray(tokens), jnp.asarray(self._taken), self._stop)
             for first in range(0, longest, width):
                 state = call(
                     decode.compiled_read_prompt,
