@@ -56,7 +56,7 @@ class Runner:
         """Call a jitted function; compile it first where that was not done for these shapes."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args, **static)
-        key = (function, *map(np.shape, jax.tree.leaves(args[1:])), *static.values())
+        key = (function, *map(np.shape, jax.tree.leaves(args)), *static.values())
         if (program := self._programs.get(key)) is None:
             began = time.perf_counter()
             program = self._programs[key] = function.lower(*args, **static).compile()
