@@ -126,12 +126,13 @@ class Batch:
     def advance(self, steps: int) -> None:
         """Generate up to `steps` tokens in each row that isn't done."""
         call, params = self._runner.call, self._runner.params
-        slots = self._tokens.shape[1]
+        slots, before = self._tokens.shape[1], self._pos.sum()
         with self._runner.timed("decode"):
             if self._pos[~self.done].max(initial=0) + 1 >= slots:
                 self._state = call(decode.compiled_grow, self._state, slots=2 * slots)
             state = self._state._replace(done=jnp.asarray(self.done))
             self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
+        self._runner.timings.decode_tokens += int(self._pos.sum() - before)
 
     def take(self, row: int) -> tuple[list[int], list[float]]:
         """Return the ids generated in a row since the last call, and their log-probabilities.
@@ -143,7 +144,6 @@ class Batch:
         if not np.isfinite(self._logprobs[row, new]).all():
             raise FloatingPointError(f"non-finite logits at position {new.stop - 2}: the weights hold NaN or infinity")
         self._taken[row] = new.stop
-        self._runner.timings.decode_tokens += new.stop - new.start
         return self._tokens[row, new].tolist(), self._logprobs[row, new].tolist()
 
     def end(self, row: int) -> None:

@@ -115,7 +115,7 @@ def assert_equal_until_a_near_tie(exact: LLM, prompt: list[int], found: list[int
     logits = head(exact.params, hidden[0, -1])
     ours, theirs = float(logits[found[parted]]), float(logits[expected[parted]])
     print(f"parted at token {parted}: logit {ours:.4f} of {found[parted]}, {theirs:.4f} of {expected[parted]}")
-    assert abs(theirs - ours) < 0.35
+    assert abs(theirs - ours) < 0.2
     assert parted >= 15
 
 
@@ -282,7 +282,7 @@ def test_what_is_refused(stories: LLM) -> None:
         stories.generate(["x"], batch_size=0)
     with pytest.raises(ValueError, match="Unicode"):
         stories.generate(["\udc80"])
-    with pytest.raises(ValueError, match="512 .*97|97 .*512"):
+    with pytest.raises(ValueError, match=r"512 .*97"):
         LLM(tiny.model("mha")[0], stories.tokenizer)
     assert stories.timings.prompt_tokens >= 0
 
