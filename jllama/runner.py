@@ -92,7 +92,7 @@ class Batch:
         for ids in prompts:
             runner.check(ids)
         context = runner.params.config.max_seq_len
-        spare = _power_of_two(len(prompts)) - len(prompts)  # rows of one token, full from the start
+        spare = power_of_two(len(prompts)) - len(prompts)  # rows of one token, full from the start
         self._runner = runner
         self._taken = np.array([len(ids) for ids in prompts] + [1] * spare, np.int32)
         ends = [min(n + s.max_new_tokens, context) for n, s in zip(self._taken.tolist(), settings, strict=False)]
@@ -103,10 +103,10 @@ class Batch:
     def _read(self, prompts: Sequence[Sequence[int]]) -> None:
         longest = int(self._taken.max())
         rows = len(self._taken)
-        tokens = np.zeros((rows, _power_of_two(longest + 1, _MIN_SLOTS)), np.int32)
+        tokens = np.zeros((rows, cache_slots(longest + 1)), np.int32)
         for row, ids in zip(tokens, prompts, strict=False):
             row[: len(ids)] = ids
-        width = min(_power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, _BLOCK_TOKENS // rows)))
+        width = block_width(rows, longest)
         call, params = self._runner.call, self._runner.params
         with self._runner.timed("prompt"):
             state = call(decode.compiled_start, params, jnp.asarray(tokens), jnp.asarray(self._taken), self._stop)
@@ -151,6 +151,16 @@ class Batch:
         self.done[row] = True
 
 
-def _power_of_two(n: int, least: int = 1) -> int:
+def block_width(rows: int, longest: int) -> int:
+    """Return how many tokens of each of `rows` prompts, the longest of `longest`, are read at a time."""
+    return min(power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, _BLOCK_TOKENS // rows)))
+
+
+def cache_slots(tokens: int) -> int:
+    """Return the slots of a cache for rows of up to `tokens` tokens."""
+    return power_of_two(tokens, _MIN_SLOTS)
+
+
+def power_of_two(n: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least `n` and `least`."""
     return max(least, 1 << (n - 1).bit_length())

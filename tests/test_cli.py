@@ -6,34 +6,17 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import oracle
 import pytest
+from console import Run, error
 
 from jllama import cli
 from jllama.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Run the command line in this process: exit code, stdout, stderr."""
-
-    def call(*args: str) -> tuple[int, str, str]:
-        for name in cli.FLAGS:
-            cli.FLAGS[name].unparse()
-        capfd.readouterr()
-        code = cli.main(["jllama", *args])
-        return code, *capfd.readouterr()
-
-    yield call
-    for name in cli.FLAGS:
-        cli.FLAGS[name].unparse()
 
 
 def write_tokenizer(path: Path, size: int) -> None:
@@ -53,15 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     oracle.write_v0(folder / "model.bin", oracle.random_weights(config, tied=True), config)
     write_tokenizer(folder / "tokenizer.bin", 330)
     return folder / "model.bin"
-
-
-def error(result: tuple[int, str, str]) -> str:
-    """Return the one line of an error: exit code 1, nothing on stdout, no traceback."""
-    code, out, err = result
-    assert (code, out) == (1, ""), result
-    assert err.startswith("jllama: ")
-    assert err.count("\n") == 1, err
-    return err
 
 
 def test_a_story_with_its_prompt_and_the_times(run: Run, shared: Path) -> None:

@@ -21,7 +21,9 @@ ROOMS = {
     "runner": {"decode", "model", "settings"},
     "llm": {"checkpoint", "decode", "model", "quant", "runner", "settings", "text", "tokenizer"},
     "prompts": {"llm", "settings"},
-    "cli": {"checkpoint", "config", "llm", "model", "prompts", "settings", "tokenizer"},
+    "bench": {"decode", "model", "quant", "runner", "sampling", "settings"},
+    "report": {"bench"},
+    "cli": {"bench", "report", "checkpoint", "config", "llm", "model", "prompts", "settings", "tokenizer"},
     "__init__": {"checkpoint", "llm", "settings", "tokenizer"},
 }
 
