@@ -127,6 +127,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], int | None, dict[str, bool]]] = {
         7,
         {"qkv": True, "wo": False, "norms": False},
     ),
+    "qwen2-no-window": (
+        {
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": None,
+            "layer_types": ["sliding_attention"],
+        },
+        None,
+        {"qkv": True, "wo": False, "norms": False},
+    ),
     "qwen3": (
         {"model_type": "qwen3", "attention_bias": False, "sliding_window": None, "layer_types": ["full_attention"] * 2},
         None,

@@ -85,7 +85,7 @@ class _Place(NamedTuple):
 def recognises(path: Path, head: bytes) -> bool:
     """Whether `path` is a folder with a model's config.json, or the config.json or a safetensors file in one."""
     config = _config_file(path)
-    if config == path and head.lstrip()[:1] != b"{":
+    if config == path and (head.lstrip()[:1] != b"{" or b"\0" in head):  # no JSON
         return False
     try:
         return config.is_file() and is_model(parse_json(config.read_bytes(), str(config)))
@@ -197,12 +197,7 @@ def _places(described: Description, *, tied: bool) -> Iterator[_Place]:
         stem, _, suffix = kind.rpartition(".")
         name = f"{(_GPT2 if is_gpt2 else _LLAMA)[stem]}.{suffix}"
         transposed = is_gpt2 and len(shape) == 2 and stem.startswith("layers")
-        half_split = config.position == "rope" and stem.removeprefix(f"{_ATTENTION}.") in (
-            "wq",
-            "wk",
-            "q_norm",
-            "k_norm",
-        )
+        half_split = config.position == "rope" and stem.rpartition(".")[2] in ("wq", "wk", "q_norm", "k_norm")
         yield _Place(kind, shape, name, rows.get(name, 0), transposed, half_split)
         rows[name] = rows.get(name, 0) + shape[0]
 

@@ -212,12 +212,11 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
     tables = {place: {k: v for k, v in fields.get(place, dict, {}).items() if v is not None} for place in places}
     found = {"rope_theta": fields.values.get("rope_theta")}
     found |= {f"{place}.rope_theta": table.pop("rope_theta", None) for place, table in tables.items()}
-    theta = fields.agree(found)
-    if theta is None:
-        theta = _ROPE_THETA
-        logging.warning("%s: no rope_theta, taking %g", fields.origin, theta)
-    elif _typed(theta, float) is None:
-        fields.problems.append(f"rope_theta = {shown(theta)}: expected a number")
+    if (theta := fields.agree(found)) is None:
+        logging.warning("%s: no rope_theta, taking %g", fields.origin, _ROPE_THETA)
+    agreed = _Fields({"rope_theta": theta}, fields.origin)
+    theta = agreed.get("rope_theta", float, _ROPE_THETA)
+    fields.problems += agreed.problems
     scalings = [_rope_scaling(fields, place, table) for place, table in tables.items() if table]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         fields.problems.append(f"rope_scaling = {scalings[0]} and rope_parameters = {scalings[1]}: expected one value")
@@ -243,11 +242,10 @@ def _rope_scaling(fields: _Fields, place: str, table: dict[str, Any]) -> RopeSca
 
 def _sliding_window(fields: _Fields, family: str, n_layers: int) -> int | None:
     """Return the window of all layers; `Config` has none for some of them."""
-    slides, first = False, 0  # the first layer that slides
-    if family == "mistral":
-        slides = fields.values.get("sliding_window", _WINDOW) is not None
-    elif family != "llama":
+    slides, first = family == "mistral", 0  # the first layer that slides
+    if family in ("qwen2", "qwen3"):
         slides, first = fields.get("use_sliding_window", bool, False), fields.get("max_window_layers", int, 28)
+    slides = slides and fields.values.get("sliding_window", _WINDOW) is not None
     kinds = {kind for kind, some in (("sliding_attention", first < n_layers), ("full_attention", first > 0)) if some}
     if isinstance(named := fields.values.get("layer_types"), list):
         kinds = set(map(str, named))
