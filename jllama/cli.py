@@ -141,8 +141,10 @@ def generate() -> None:
             _print_json(llm, iter(requests), len(requests))
         else:
             _print_stream(llm, Prompt("".join(FLAGS.prompt), settings))
-    finally:
+    except KeyboardInterrupt:
         _report(llm, load_seconds)
+        raise
+    _report(llm, load_seconds)
 
 
 def _print_file(llm: LLM, settings: Settings) -> None:
@@ -213,6 +215,7 @@ def _print_score(llm: LLM, score: Score) -> None:
 
 def save() -> None:
     """Convert the model; from float32 where no other dtype is asked for, so that nothing is lost."""
+    _check_source()
     dtype = "float32" if FLAGS.dtype == "auto" else FLAGS.dtype
     checkpoint.save(_params(dtype), FLAGS.save, version=int(FLAGS.save_version))
     print(f"jllama: wrote {FLAGS.save}", file=sys.stderr)
@@ -221,19 +224,23 @@ def save() -> None:
 def _load() -> tuple[LLM, float]:
     """Load the model and its tokenizer, and say how many seconds it took."""
     began = time.perf_counter()
+    _check_source()
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
-    if not (FLAGS.config or FLAGS.checkpoint):
-        raise ValueError(NO_MODEL)
     path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(Path(FLAGS.checkpoint))
     llm = LLM(_params(FLAGS.dtype), tokenizer.load(path))
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began
 
 
+def _check_source() -> None:
+    if not (FLAGS.config or FLAGS.checkpoint):
+        raise ValueError(NO_MODEL)
+    if FLAGS.config and FLAGS.checkpoint:
+        raise ValueError("--checkpoint and --config: expected one of the two")
+
+
 def _params(dtype: str) -> Params:
-    if bool(FLAGS.config) == bool(FLAGS.checkpoint):
-        raise ValueError("--checkpoint and --config: expected one of the two" if FLAGS.config else NO_MODEL)
     if FLAGS.config:
         sizes, tied = config.from_toml(FLAGS.config)
         return checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, tied=tied)

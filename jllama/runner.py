@@ -42,11 +42,21 @@ class Runner:
         self.timings = Timings()
         self._programs: dict[Any, Any] = {}
 
+    def check(self, ids: Sequence[int]) -> None:
+        """Raise ValueError for a prompt that the model can't read: no tokens, too many, or not of its vocabulary."""
+        config = self.params.config
+        if not 1 <= len(ids) <= config.max_seq_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens: expected 1 to {config.max_seq_len}, the model's context"
+            )
+        if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
+            raise ValueError(f"token id {wrong[0]}: expected 0 to {config.vocab_size - 1}, the model's vocabulary")
+
     def call(self, function: Any, *args: Any, **static: Any) -> Any:
         """Call a jitted function; compile it first where that was not done for these shapes."""
-        if jax.config.read("jax_disable_jit"):  # type: ignore[no-untyped-call]
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args, **static)
-        key = (function, *map(np.shape, jax.tree.leaves(args[1:])), *static.values())
+        key = (function, *map(np.shape, jax.tree.leaves(args)), *static.values())
         if (program := self._programs.get(key)) is None:
             began = time.perf_counter()
             program = self._programs[key] = function.lower(*args, **static).compile()
@@ -72,10 +82,15 @@ class Batch:
 
         Args:
           runner: the model.
-          prompts: ids of each row, at least one and no more than the context holds.
+          prompts: ids of each row.
           settings: of each row.
           stop_ids: the tokens that end a row.
+
+        Raises:
+          ValueError: a prompt that the model can't read.
         """
+        for ids in prompts:
+            runner.check(ids)
         context = runner.params.config.max_seq_len
         spare = _power_of_two(len(prompts)) - len(prompts)  # rows of one token, full from the start
         self._runner = runner
@@ -94,7 +109,7 @@ class Batch:
         width = min(_power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, _BLOCK_TOKENS // rows)))
         call, params = self._runner.call, self._runner.params
         with self._runner.timed("prompt"):
-            state = call(decode.compiled_start, params, tokens, self._taken, self._stop)
+            state = call(decode.compiled_start, params, jnp.asarray(tokens), jnp.asarray(self._taken), self._stop)
             for first in range(0, longest, width):
                 state = call(
                     decode.compiled_read_prompt,
@@ -111,12 +126,13 @@ class Batch:
     def advance(self, steps: int) -> None:
         """Generate up to `steps` tokens in each row that isn't done."""
         call, params = self._runner.call, self._runner.params
-        slots = self._tokens.shape[1]
+        slots, before = self._tokens.shape[1], self._pos.sum()
         with self._runner.timed("decode"):
             if self._pos[~self.done].max(initial=0) + 1 >= slots:
                 self._state = call(decode.compiled_grow, self._state, slots=2 * slots)
             state = self._state._replace(done=jnp.asarray(self.done))
             self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
+        self._runner.timings.decode_tokens += int(self._pos.sum() - before)
 
     def take(self, row: int) -> tuple[list[int], list[float]]:
         """Return the ids generated in a row since the last call, and their log-probabilities.
@@ -128,7 +144,6 @@ class Batch:
         if not np.isfinite(self._logprobs[row, new]).all():
             raise FloatingPointError(f"non-finite logits at position {new.stop - 2}: the weights hold NaN or infinity")
         self._taken[row] = new.stop
-        self._runner.timings.decode_tokens += new.stop - new.start
         return self._tokens[row, new].tolist(), self._logprobs[row, new].tolist()
 
     def end(self, row: int) -> None:
