@@ -18,6 +18,8 @@ import oracle
 import pytest
 import tiny
 from absl import logging
+from hypothesis import given
+from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from jllama import checkpoint
@@ -361,6 +363,28 @@ def test_broken_config_files(tmp_path: Path, text: bytes) -> None:
     (folder / "config.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=r"config\.json: "):
         checkpoint.load(folder)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**100),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["rope_type", *STRETCHED]), inner),
+    max_leaves=5,
+)
+OTHER_FIELDS = ["rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "dtype"]
+
+
+@given(st.data(), st.sampled_from([*sorted(FAMILIES), "gpt2"]))
+def test_no_fields_fail_in_another_way(data: st.DataObject, name: str) -> None:
+    fields = hf.gpt2_config(24, None, 2, 3, 50, 32) if name == "gpt2" else hf.llama_config(SMALL, **FAMILIES[name][0])
+    changed = data.draw(st.dictionaries(st.sampled_from([*fields, *OTHER_FIELDS]), ANYTHING, min_size=1, max_size=3))
+    try:
+        huggingface.parse(fields | changed, "here")
+    except CheckpointError as e:
+        message = str(e)
+    else:
+        return
+    assert message.startswith("here: ")
+    assert "\n" not in message
 
 
 # --- which files
