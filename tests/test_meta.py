@@ -20,7 +20,7 @@ import numpy as np
 import oracle
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_model import all_logits
 
@@ -492,6 +492,7 @@ def test_pickles_of_other_things_are_refused(tmp_path: Path, body: bytes, monkey
     assert not (tmp_path / "canary").exists()
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300))
 def test_no_bytes_fail_in_another_way(tmp_path_factory: pytest.TempPathFactory, data: bytes, at: int) -> None:
     path = tmp_path_factory.getbasetemp() / "any.pth"

@@ -116,16 +116,14 @@ def _config(
 
     def get(key: str, kind: type, default: Any = None) -> Any:
         value = metadata.get(f"{architecture}.{key}", default)
-        if type(value) is not kind:
-            article = "an integer" if kind is int else "a number"
-            found = "missing" if value is None else f"= {str(value)[:40]}"
-            problems.append(f"{architecture}.{key} is {found}, expected {article}".replace("is =", "="))
-            return kind(1)
-        return value
+        if type(value) is kind:
+            return value
+        fault = "is missing" if value is None else f"= {ascii(value)[:40]}"
+        problems.append(f"{architecture}.{key} {fault}, expected {'an integer' if kind is int else 'a number'}")
+        return kind(1)
 
     found = len(problems)
     dim, n_heads = get("embedding_length", int), get("attention.head_count", int)
-    head_dim = get("attention.key_length", int, dim // n_heads if n_heads else 0)
     norm = "layer_norm_epsilon" if family.switches.get("norm") == "layer" else "layer_norm_rms_epsilon"
     fields = {
         "dim": dim,
@@ -135,28 +133,29 @@ def _config(
         "n_kv_heads": get("attention.head_count_kv", int, n_heads),
         "vocab_size": embedding.shape[0] if embedding else get("vocab_size", int),
         "max_seq_len": get("context_length", int),
-        "head_dim": head_dim,
+        "head_dim": get("attention.key_length", int, 0),
         "norm_eps": get(f"attention.{norm}", float),
         "rope_theta": get("rope.freq_base", float, 10000.0),
     }
+    if len(problems) > found:
+        return None
+    try:
+        config = Config(**fields, **family.switches)
+    except ConfigError as e:
+        problems.append(str(e))
+        return None
     # What changes the computation, and the one value of it that jllama has.
     fixed = {
-        "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
         "rope.scaling.type": "none",
         "rope.scale_linear": 1.0,
         "expert_count": 0,
     }
     for key, expected in fixed.items():
         if (value := metadata.get(f"{architecture}.{key}", expected)) != expected:
-            problems.append(f"{architecture}.{key} = {str(value)[:40]}, expected {expected}")
-    if len(problems) > found:
-        return None
-    try:
-        return Config(**fields, **family.switches)
-    except ConfigError as e:
-        problems.append(str(e))
-        return None
+            problems.append(f"{architecture}.{key} = {ascii(value)[:40]}, expected {expected!r}")
+    return config
 
 
 def _stretched(config: Config, divisors: Array) -> Config:
