@@ -95,8 +95,8 @@ def _header(reader: _Reader, *, with_tensors: bool) -> Header:
 
 def _tensors(reader: _Reader, count: int, metadata: dict[str, Any]) -> dict[str, TensorInfo]:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise GGUFError(f"general.alignment = {alignment!r}: expected a power of two")
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise GGUFError(f"general.alignment = {ascii(alignment)[:40]}: expected a power of two")
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for _ in range(count):

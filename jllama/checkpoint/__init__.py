@@ -48,8 +48,6 @@ def _is_big_endian(head: bytes) -> bool:
 _FOREIGN: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
     ("an empty file", lambda head: not head),
     ("a Git LFS pointer to a file that was not fetched", lambda head: head.startswith(b"version https://git-lfs")),
-    ("a GGUF file", lambda head: head.startswith(b"GGUF")),
-    ("a zip archive (a PyTorch .pth?)", lambda head: head.startswith(b"PK\3\4")),
     ("a pickle (an old PyTorch .pth?)", lambda head: head[:1] == b"\x80" and head[2:3] > b"\0" and head[1] < 6),
     ("a safetensors file", lambda head: head[4:9] == b"\0\0\0\0{"),
     ("a tokenizer", lambda head: b"<unk>" in head[:32]),

@@ -68,10 +68,11 @@ _ROPE_DIVISORS = "rope_freqs.weight"
 def read(path: Path) -> Contents:
     """Check a file's metadata and tensor list, and map its tensors without reading them.
 
-    The nearest dtype is int8 for a file with quantised matrices, bfloat16 where all are that, else float32.
+    The nearest dtype is int8 for a file with quantised matrices, bfloat16 where all are that, else float32 (which is
+    exact for float16).
 
     Raises:
-      CheckpointError: the file is damaged, of an unknown architecture or of a type that can't be read; all of it.
+      CheckpointError: the file is damaged, of an unknown architecture or has tensors that can't be read; all are named.
       OSError: the file cannot be opened.
     """
     try:
@@ -81,7 +82,7 @@ def read(path: Path) -> Contents:
     architecture = metadata.get("general.architecture")
     if (family := _FAMILIES.get(str(architecture))) is None:
         expected = ", ".join(_FAMILIES)
-        raise CheckpointError(f"{path}: general.architecture = {architecture!r}, expected one of {expected}")
+        raise CheckpointError(f"{path}: general.architecture = {ascii(architecture)[:40]}, expected one of {expected}")
     with open(path, "rb") as file:
         data = map_file(file)
     problems: list[str] = []

@@ -1,5 +1,9 @@
 """Meta's checkpoints: `params.json` with `consolidated.NN.pth` shards, or with one `.npy` file a tensor.
 
+What params.json doesn't say: the feed-forward's width is that of w1; the context follows from the generation, which
+rope scaling, vocabulary, theta and epsilon tell apart (`_context`); the factor of rope scaling is 8, as Meta's code has
+it, but 32 for the two models that Hugging Face's files give 32 (Llama 3.2 1B and 3B, by their sizes).
+
 Sources: meta-llama/llama-models, models/llama3/args.py and model.py, models/checkpoint.py; facebookresearch/llama.
 """
 
@@ -26,7 +30,7 @@ _WQ, _W1 = "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"
 _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 _IGNORED = "rope.freqs"  # a table that Meta's code computes anew, too
 
-# Those of Llama 3.2, by dim and n_layers: their factor is 32, which params.json doesn't tell.
+# By dim and n_layers. Meta's own code takes 8 for them, which is wrong from 80,000 tokens on.
 _FACTOR_32 = ((2048, 16), (3072, 28))
 
 
