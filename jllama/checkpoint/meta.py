@@ -30,7 +30,7 @@ _WQ, _W1 = "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"
 _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 _IGNORED = "rope.freqs"  # a table that Meta's code computes anew, too
 
-# By dim and n_layers. Meta's own code takes 8 for them, which is wrong from 80,000 tokens on.
+# By dim and n_layers. Meta's own code takes 8 for them: texts go bad after about 80,000 tokens.
 _FACTOR_32 = ((2048, 16), (3072, 28))
 
 
