@@ -297,8 +297,8 @@ def test_wrong_size_names_both_sizes(tmp_path: Path, version: int, change: int) 
         (versioned(3), ["version 3", "expected 1 or 2"]),
         (versioned(-1), ["version -1", "expected 1 or 2"]),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", ["Git LFS pointer"]),
-        (b"GGUF\3\0\0\0" + bytes(40), ["GGUF"]),
-        (b"PK\3\4" + bytes(40), ["zip archive", ".pth"]),
+        (b"GGUF\3\0\0\0" + bytes(40), ["general.architecture"]),
+        (b"PK\3\4" + bytes(40), ["zip archive"]),
         (b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", ["pickle", ".pth"]),
         (struct.pack("<Q", 2000) + b'{"__metadata__":{}}', ["safetensors"]),
         (b'{\n "dim": 64\n}\n', ["text"]),
@@ -330,7 +330,7 @@ def test_foreign_and_broken_files_are_named(tmp_path: Path, data: bytes, words: 
 
 
 def test_folder_and_absent_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"looks like a folder, expected .* or a llama2\.c checkpoint"):
+    with pytest.raises(CheckpointError, match=r"looks like a folder, expected .* llama2\.c"):
         checkpoint.load(tmp_path)
     with pytest.raises(CheckpointError, match=r"absent\.bin: cannot be read: No such file"):
         checkpoint.load(tmp_path / "absent.bin")
@@ -509,14 +509,12 @@ def test_oracle_gives_the_reference_logits(shared: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("stories260K/stories260K.Q8_0.gguf", "GGUF"),
         ("stories260K/tok512.bin", "tokenizer"),
         ("stories260K/tok512_old.bin", "tokenizer"),
         ("llama2-tokenizer/tokenizer.model", "tokenizer"),
         ("llama2-tokenizer/tokenizer.bin", "tokenizer"),
-        ("tiny-meta/consolidated.00.pth", "zip archive"),
         ("gpt2-tokenizer/merges.txt", "text"),
-        ("tiny-meta/npy", "folder"),
+        ("llama2-tokenizer", "folder"),
     ],
 )
 def test_foreign_reference_files_are_named(shared: Path, name: str, words: str) -> None:

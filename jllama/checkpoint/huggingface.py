@@ -30,6 +30,7 @@ from jllama.checkpoint.build import (
 )
 from jllama.checkpoint.files import new_folder, parse_json, shown
 from jllama.checkpoint.huggingface_config import Description, fields_of, is_model, parse
+from jllama.checkpoint.mapped import half_split, interleaved
 from jllama.checkpoint.safetensors import Tensor
 from jllama.model import Params
 from jllama.quant import dtype_name
@@ -150,7 +151,7 @@ def save(params: Params, path: str | Path) -> None:
         for kind, name in _names(place, params.config.n_layers):
             source = sources[kind]
             if place.half_split:
-                source = _regrouped(source, params.config.head_dim, params.config.head_dim // 2)
+                source = half_split(source, params.config.head_dim)
             tensors[name] = ("BF16" if dtype == "bfloat16" and len(place.shape) == 2 else "F32", source)
     with new_folder(path) as folder:
         with open(folder / WEIGHTS, "wb") as file:
@@ -233,22 +234,7 @@ def _source(place: _Place, tensor: Tensor, head_dim: int) -> Source:
         return (whole.T if place.transposed else whole)[place.first + start : place.first + stop]
 
     source = Source(place.shape, read)
-    return _regrouped(source, head_dim, 2) if place.half_split else source
-
-
-def _regrouped(source: Source, head_dim: int, groups: int) -> Source:
-    """Give the rows of each head, `groups` groups of them, in another order: the first of each group, then the second.
-
-    With 2 groups, halves become pairs; with head_dim / 2 groups, pairs become halves.
-    """
-
-    def read(start: int, stop: int) -> Array:
-        first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim  # whole heads
-        block = source.read(first, last)
-        heads = block.reshape(-1, groups, head_dim // groups, *block.shape[1:]).swapaxes(1, 2)
-        return heads.reshape(block.shape)[start - first : stop - first]
-
-    return Source(source.shape, read)
+    return interleaved(source, head_dim) if place.half_split else source
 
 
 def _describe(params: Params, path: Path) -> Description:

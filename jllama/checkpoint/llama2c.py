@@ -21,7 +21,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from jllama.checkpoint.build import Array, CheckpointError, Contents, Source, blocks, expand, sources_of, tensor_shapes
-from jllama.checkpoint.files import release, replacing
+from jllama.checkpoint.files import replacing
+from jllama.checkpoint.mapped import map_file, release
 from jllama.config import Config, ConfigError
 from jllama.model import Params
 
@@ -62,7 +63,7 @@ def read(path: Path) -> Contents:
             sizes = ", ".join(f"{field} {getattr(header.config, field)}" for field in FIELDS)
             message = f"expected {expected} bytes for a llama2.c file of version {header.version} ({sizes})"
             raise CheckpointError(f"{path}: {message}, found {found}")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = map_file(file)
     sources, offset = {}, _start(header.version)
     for kind, shape in _layout(header):
         for name in expand(kind, header.config.n_layers):

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllama.checkpoint.build import Array, CheckpointError, Source, blocks
-from jllama.checkpoint.files import parse_json, release, shown
+from jllama.checkpoint.files import parse_json, shown
+from jllama.checkpoint.mapped import map_file, release
 
 FLOATS: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -80,7 +81,7 @@ def read(path: Path) -> dict[str, Tensor]:
         if not 2 <= length <= _MAX_HEADER or start > size:
             raise CheckpointError(f"{path}: header of {length} bytes in a file of {size} bytes")
         header = parse_json(file.read(length), f"{path}: header")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = map_file(file)
     header.pop("__metadata__", None)
     problems: list[str] = []
     entries = {name: _entry(name, fields, problems) for name, fields in header.items()}

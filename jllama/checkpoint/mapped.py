@@ -1,0 +1,93 @@
+"""Tensors in files mapped into memory: what several formats share."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import numpy as np
+
+from jllama.checkpoint.build import Array, Source
+
+
+def map_file(file: BinaryIO) -> mmap.mmap:
+    """Map an open file, which may be closed then; nothing is read yet."""
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def release(data: mmap.mmap) -> None:
+    """Give the pages that were read back: until then they count as memory of this process."""
+    if hasattr(data, "madvise"):
+        data.madvise(mmap.MADV_DONTNEED)
+
+
+def strided(
+    data: mmap.mmap, dtype: np.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+) -> Source:
+    """Give a tensor of plain numbers as a source.
+
+    Args:
+      data: the file.
+      dtype: of the numbers, in the file's byte order.
+      offset: of the first number, in bytes.
+      shape: of the tensor.
+      strides: bytes from an index to the next on each axis; None: rows one after another.
+    """
+    tensor: Array = np.ndarray(shape, dtype, buffer=data, offset=offset, strides=strides)
+
+    def read(start: int, stop: int) -> Array:
+        release(data)
+        return tensor[start:stop]
+
+    return Source(shape, read)
+
+
+def rows_of(source: Source, first: int, count: int) -> Source:
+    """Give `count` rows of a source from `first` on."""
+    return Source((count, *source.shape[1:]), lambda start, stop: source.read(first + start, first + stop))
+
+
+def joined(parts: Sequence[Source], axis: int) -> Source:
+    """Put tensors below each other (axis 0) or side by side (axis 1); their other axes are equal."""
+    if len(parts) == 1:
+        return parts[0]
+    if axis == 1:
+        shape = (parts[0].shape[0], sum(part.shape[1] for part in parts))
+        return Source(shape, lambda start, stop: np.concatenate([part.read(start, stop) for part in parts], axis=1))
+
+    def read(start: int, stop: int) -> Array:
+        found, first = [], 0
+        for part in parts:
+            begin, end = max(start - first, 0), min(stop - first, part.shape[0])
+            if begin < end:
+                found.append(part.read(begin, end))
+            first += part.shape[0]
+        return np.concatenate(found)
+
+    return Source((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), read)
+
+
+def interleaved(source: Source, head_dim: int) -> Source:
+    """Reorder the rows of each head, whose rotary pairs are (j, j + H/2), so that they are (2j, 2j + 1).
+
+    The width of a head, H, divides the rows: those of wq or wk, of their biases, or of the norm of a head.
+    """
+    return _regrouped(source, head_dim, 2)
+
+
+def half_split(source: Source, head_dim: int) -> Source:
+    """Undo `interleaved`."""
+    return _regrouped(source, head_dim, head_dim // 2)
+
+
+def _regrouped(source: Source, head_dim: int, groups: int) -> Source:
+    """Cut the rows of each head into `groups`, and give the first row of every group, then the second, and so on."""
+
+    def read(start: int, stop: int) -> Array:
+        first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim  # whole heads
+        block = source.read(first, last)
+        heads = block.reshape(-1, groups, head_dim // groups, *block.shape[1:]).swapaxes(1, 2)
+        return heads.reshape(block.shape)[start - first : stop - first]
+
+    return Source(source.shape, read)
