@@ -202,9 +202,11 @@ def feed_forward(config: Config, layer: Layer, x: jax.Array) -> jax.Array:
     """
     hidden = linear(layer.w13, x)
     if config.activation == "gelu":
-        return linear(layer.w2, jax.nn.gelu(hidden, approximate=True))
-    gate, up = jnp.split(hidden, 2, axis=-1)
-    return linear(layer.w2, jax.nn.silu(gate) * up)
+        hidden = jax.nn.gelu(hidden, approximate=True)
+    else:
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        hidden = jax.nn.silu(gate) * up
+    return linear(layer.w2, hidden, fine=True)  # a few of its inputs are far larger than the others
 
 
 def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:

@@ -61,17 +61,26 @@ class Linear(NamedTuple):
     bias: jax.Array | None = None
 
 
-def linear(layer: Linear, x: jax.Array) -> jax.Array:
+def linear(layer: Linear, x: jax.Array, *, fine: bool = False) -> jax.Array:
     """Multiply float32 `x [..., in]` by a weight `[out, in]` and add the bias -> float32 `[..., out]`.
 
     float32 weights are exact (no TF32 on GPUs). bfloat16 weights round `x` to bfloat16. int8 weights round `x` to
-    int8 with one scale a row, sum in int32 and scale back.
+    int8 with one scale a row, sum in int32 and scale back; with `fine`, what the rounding left is rounded to int8 in
+    its turn and multiplied too, at twice the cost. A single row is always fine: its product is as slow as that of two.
     """
     w, bias = layer
     rows = x.reshape(-1, x.shape[-1])
+    n = rows.shape[0]
     if isinstance(w, QuantizedWeight):
         q = quantize(rows)
-        y = _dot(w.values, q.values, jnp.int32).astype(jnp.float32) * (q.scale[:, None] * w.scale[None, :])
+        if fine or n == 1:
+            rest = quantize(rows - q.values.astype(jnp.float32) * q.scale[:, None])
+            q = jax.tree.map(lambda *parts: jnp.concatenate(parts), q, rest)
+        y = _dot(w.values, q.values, jnp.int32).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
+        y = y[:n] if y.shape[0] == n else y[:n] + y[n:]
+    elif n == 1 and w.dtype != jnp.float32:
+        # One row alone falls into a scalar loop on CPU, 10 to 20 times slower than two.
+        y = _dot(w, jnp.pad(rows.astype(w.dtype), ((0, 1), (0, 0))), jnp.float32)[:1]
     else:
         y = _dot(w, rows.astype(w.dtype), jnp.float32)
     if bias is not None:
@@ -81,16 +90,11 @@ def linear(layer: Linear, x: jax.Array) -> jax.Array:
 
 def _dot(w: jax.Array, rows: jax.Array, accumulate: jnp.dtype | type) -> jax.Array:
     """`rows [R, in]` times `w [out, in]` transposed, `[R, out]`, summed in `accumulate`."""
-    # One row alone falls into a scalar loop for bf16 and int8 on CPU (10 to 20 times slower): a second row of
-    # zeros, and the weights as the left operand, reach the kernels that run at the speed of memory.
-    n = rows.shape[0]
-    if n == 1 and w.dtype != jnp.float32:
-        rows = jnp.pad(rows, ((0, 1), (0, 0)))
-    y = lax.dot_general(
+    # With the weights as the left operand the CPU's kernels for few rows run at the speed of memory.
+    return lax.dot_general(
         w,
         rows,
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if w.dtype == jnp.float32 else None,
         preferred_element_type=accumulate,
-    )
-    return y.T[:n]
+    ).T

@@ -147,20 +147,27 @@ def test_epsilon_of_the_norm() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_linear_of_stored_types(dtype: str, rows: int) -> None:
+@pytest.mark.parametrize("fine", [False, True])
+def test_linear_of_stored_types(dtype: str, rows: int, fine: bool) -> None:
     rng = np.random.default_rng(0)
     w, x = rng.normal(0, 1, (40, 64)).astype(np.float32), rng.normal(0, 1, (rows, 64)).astype(np.float32)
+    x[0, 3] = 50  # one large input leaves few levels for the others
     stored = quantize(jnp.array(w)) if dtype == "int8" else jnp.array(w, jnp.bfloat16)
     exact_weights = np.array(dequantize(stored), np.float64)
-    if dtype == "int8":
-        x_scale = np.abs(x).max(-1, keepdims=True) / 127
-        x_stored = np.round(x / x_scale) * x_scale
-    else:
-        x_stored = np.array(jnp.array(x, jnp.bfloat16), np.float64)
-    found = np.array(jax.jit(linear)(Linear(stored), jnp.array(x)))
-    np.testing.assert_allclose(found, x_stored @ exact_weights.T, atol=2e-4)
+    x_stored = np.array(jnp.array(x, jnp.bfloat16), np.float64) if dtype == "bfloat16" else rounded(x)
+    if dtype == "int8" and (fine or rows == 1):
+        x_stored = x_stored + rounded(x - x_stored)
+        assert np.abs(x_stored - x).max() < 1e-3
+    found = np.array(jax.jit(linear, static_argnames="fine")(Linear(stored), jnp.array(x), fine=fine))
+    np.testing.assert_allclose(found, x_stored @ exact_weights.T, atol=1e-3)
     ids = jnp.array([3, 39, 0])
     np.testing.assert_array_equal(take(stored, ids), dequantize(stored)[ids])
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Round each row to multiples of a 127th of its largest element."""
+    scale = np.abs(x).max(-1, keepdims=True).astype(np.float64) / 127
+    return np.round(x / scale) * scale
 
 
 def test_quantisation_error_is_bounded() -> None:
