@@ -90,7 +90,7 @@ class Template:
           ChatError: the template doesn't take these messages.
           TokenizerError: a message can't be encoded.
         """
-        guarded = [{key: self.tokenizer.guard(text) for key, text in message.items()} for message in messages]
+        guarded = [self._guard(message) for message in messages]
         try:
             text = self._jinja.render(
                 messages=guarded,
@@ -107,6 +107,12 @@ class Template:
             ids = [bos, *ids[begins:]]
         return ids
 
+    def _guard(self, message: Message) -> dict[str, str]:
+        """The message, with nothing in it that could become a control token; templates compare and glue its role."""
+        if not re.fullmatch("[a-z_]+", role := message.get("role", "")):
+            raise ChatError(f"a message's role is {role!r}; expected a word like 'user'")
+        return {key: text if key == "role" else self.tokenizer.guard(text) for key, text in message.items()}
+
 
 def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
     """Return the chat template of a checkpoint: its own, else the one that the control tokens tell.
@@ -120,7 +126,7 @@ def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
     """
     path = Path(checkpoint)
     folder = path if path.is_dir() else path.parent
-    if not path.is_dir() and (source := _of_gguf(path)) is not None:
+    if path.is_file() and (source := _of_gguf(path)) is not None:
         return Template(source, tokenizer, f"{path}: tokenizer.chat_template")
     if (file := folder / "chat_template.jinja").is_file():
         return Template(file.read_text("utf-8"), tokenizer, str(file))

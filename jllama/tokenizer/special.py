@@ -47,12 +47,13 @@ class Special:
             yield rest
 
     def guard(self, text: str) -> str:
-        """Return `text` marked so that `split` finds no control token in it, nor one that it completes."""
+        """Return `text` marked so that `split` finds no control token in it, nor one that it is a part of."""
         text = self._look_alike.sub(lambda match: match[0][0] + _GUARD + match[0][1:], text)
         # The marks go inside the white space around a text, so that a template can still strip it.
         if (body := text.rstrip()).endswith(self._beginnings):
             text = body + _GUARD + text[len(body) :]
-        if (body := text.lstrip()).startswith(self._endings):
+        body = text.lstrip()
+        if body.startswith(self._endings) or (body and any(body.rstrip() in token for token in self._texts)):
             text = text[: len(text) - len(body)] + _GUARD + body
         return text
 
