@@ -10,6 +10,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,26 @@ import numpy as np
 from absl import flags, logging
 from tqdm import tqdm
 
-from jllama import checkpoint, config, prompts, tokenizer
+from jllama import bench, checkpoint, config, prompts, report, tokenizer
 from jllama.llm import LLM, Completion, Prompt, Score
 from jllama.model import Params
 from jllama.settings import Settings
 
 FLAGS = flags.FLAGS
 
+
+def _cache_folder() -> Path:
+    """Return the user's cache folder; programs of another jaxlib can't be used, so each has its own."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "jllama" / f"jaxlib-{version('jaxlib')}"
+
+
 # Each group is a paragraph of --help, in this order.
 GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
     "What to run": [
-        flags.DEFINE_enum("mode", "generate", ["generate", "perplexity"], "continue prompts, or score a text"),
+        flags.DEFINE_enum(
+            "mode", "generate", ["generate", "perplexity", "bench"], "continue prompts, score a text, or measure"
+        ),
         flags.DEFINE_string("checkpoint", None, "the model: a llama2.c .bin file, of version 0, 1 or 2"),
         flags.DEFINE_string("tokenizer", None, "its tokenizer.model or .bin; unset: looked for beside the checkpoint"),
         flags.DEFINE_string("config", None, "a configs/*.toml: random weights of that size, in place of a checkpoint"),
@@ -72,7 +82,19 @@ GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
             "save_version", "0", ["0", "1", "2"], "0: float32; 1: float32 with a magic; 2: int8 in groups"
         ),
     ],
+    "Benchmark": [
+        flags.DEFINE_integer("bench_prompt", 512, "tokens of a prompt", lower_bound=1),
+        flags.DEFINE_integer("bench_new", 128, "tokens to generate", lower_bound=1),
+        flags.DEFINE_list("bench_batches", ["1", "8", "32"], "numbers of rows"),
+        flags.DEFINE_list("bench_dtypes", list(checkpoint.DTYPES), "of the weights"),
+        flags.DEFINE_integer("bench_repeats", 5, "of each measurement, after one warm-up", lower_bound=1),
+        flags.DEFINE_enum("bench_format", "table", ["table", "json", "csv"], "of the output"),
+        flags.DEFINE_string("bench_plot", None, "draw the fractions of the bounds, and eager against compiled, here"),
+    ],
     "Other": [
+        flags.DEFINE_string(
+            "compile_cache", str(_cache_folder()), "keep compiled programs here for the next start; empty: don't"
+        ),
         flags.DEFINE_bool("help", False, "show this; --verbosity=1 shows where in the code an error came from"),
     ],
 }
@@ -92,12 +114,15 @@ def main(argv: list[str]) -> int:
     try:
         if unexpected := FLAGS(argv)[1:]:
             raise ValueError(f"unexpected argument {unexpected[0]!r}: everything is a --flag=value")
+        if FLAGS.compile_cache:
+            jax.config.update("jax_compilation_cache_dir", FLAGS.compile_cache)  # type: ignore[no-untyped-call]
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]
         if FLAGS.help:
             print(usage())
         elif FLAGS.save:
             save()
         else:
-            {"generate": generate, "perplexity": perplexity}[FLAGS.mode]()
+            {"generate": generate, "perplexity": perplexity, "bench": benchmark}[FLAGS.mode]()
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -141,8 +166,10 @@ def generate() -> None:
             _print_json(llm, iter(requests), len(requests))
         else:
             _print_stream(llm, Prompt("".join(FLAGS.prompt), settings))
-    finally:
+    except KeyboardInterrupt:
         _report(llm, load_seconds)
+        raise
+    _report(llm, load_seconds)
 
 
 def _print_file(llm: LLM, settings: Settings) -> None:
@@ -211,8 +238,37 @@ def _print_score(llm: LLM, score: Score) -> None:
     )
 
 
+def benchmark() -> None:
+    """Measure the model and print the report."""
+    _check_source()
+    wrong = [x for x in FLAGS.bench_batches if not (x.isdecimal() and int(x) > 0)]
+    if wrong or not FLAGS.bench_batches:
+        raise ValueError(f"bench_batches = {','.join(FLAGS.bench_batches)}: expected numbers of 1 or more")
+    if not FLAGS.bench_dtypes or not set(FLAGS.bench_dtypes) <= set(checkpoint.DTYPES):
+        raise ValueError(
+            f"bench_dtypes = {','.join(FLAGS.bench_dtypes)}: expected some of {', '.join(checkpoint.DTYPES)}"
+        )
+    with tqdm(file=sys.stderr, disable=None, bar_format="measuring {desc}, {elapsed}") as bar:
+        result = bench.run(
+            _params,
+            prompt=FLAGS.bench_prompt,
+            new=FLAGS.bench_new,
+            batches=[int(x) for x in FLAGS.bench_batches],
+            dtypes=FLAGS.bench_dtypes,
+            repeats=FLAGS.bench_repeats,
+            progress=bar.set_description_str,
+        )
+    if FLAGS.bench_plot:
+        report.plot(result, Path(FLAGS.bench_plot))
+    if FLAGS.bench_format == "json":
+        print(json.dumps(dataclasses.asdict(result)))
+    else:
+        print({"table": report.table, "csv": report.to_csv}[FLAGS.bench_format](result))
+
+
 def save() -> None:
     """Convert the model; from float32 where no other dtype is asked for, so that nothing is lost."""
+    _check_source()
     dtype = "float32" if FLAGS.dtype == "auto" else FLAGS.dtype
     checkpoint.save(_params(dtype), FLAGS.save, version=int(FLAGS.save_version))
     print(f"jllama: wrote {FLAGS.save}", file=sys.stderr)
@@ -221,19 +277,23 @@ def save() -> None:
 def _load() -> tuple[LLM, float]:
     """Load the model and its tokenizer, and say how many seconds it took."""
     began = time.perf_counter()
+    _check_source()
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
-    if not (FLAGS.config or FLAGS.checkpoint):
-        raise ValueError(NO_MODEL)
     path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(Path(FLAGS.checkpoint))
     llm = LLM(_params(FLAGS.dtype), tokenizer.load(path))
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began
 
 
+def _check_source() -> None:
+    if not (FLAGS.config or FLAGS.checkpoint):
+        raise ValueError(NO_MODEL)
+    if FLAGS.config and FLAGS.checkpoint:
+        raise ValueError("--checkpoint and --config: expected one of the two")
+
+
 def _params(dtype: str) -> Params:
-    if bool(FLAGS.config) == bool(FLAGS.checkpoint):
-        raise ValueError("--checkpoint and --config: expected one of the two" if FLAGS.config else NO_MODEL)
     if FLAGS.config:
         sizes, tied = config.from_toml(FLAGS.config)
         return checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, tied=tied)

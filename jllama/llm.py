@@ -20,8 +20,8 @@ from jllama.settings import Overrides, Settings
 from jllama.text import StopStrings, StreamDecoder
 from jllama.tokenizer import Tokenizer
 
-_SCORE_WINDOW = 2048
-_SCORE_LOGITS = 2**26  # the most logits at a time when a text is scored: 256 MiB
+_SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
+_SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
 _CHUNK_SECONDS = 0.05  # how long a stream may keep a reader waiting for the next piece
 _MAX_CHUNK = 64  # steps between two looks at the text
 _WINDOW_BATCHES = 16  # batches whose prompts are sorted together
@@ -209,10 +209,7 @@ class LLM:
           ValueError: they don't fit the context.
         """
         ids = self.tokenizer.prompt_ids(prompt.text)
-        if len(ids) > (context := self.params.config.max_seq_len):
-            raise ValueError(
-                f"the prompt {prompt.text[:20]!r}... has {len(ids)} tokens; the model's context holds {context}"
-            )
+        self.runner.check(ids)
         return ids
 
     def score(self, text: str) -> Score:
@@ -226,7 +223,7 @@ class LLM:
         if not len(ids):
             raise ValueError("the text to score is empty")
         width = self.window - 1
-        rows = max(1, _SCORE_LOGITS // (width * self.params.config.vocab_size))
+        rows = min(-(-len(ids) // width), max(1, _SCORE_TOKENS // width))
         blocks = -(-len(ids) // (width * rows))
         windows = np.pad(ids, (0, blocks * rows * width - len(ids))).reshape(blocks, rows, width)
         windows = np.pad(windows, ((0, 0), (0, 0), (1, 0)), constant_values=self.tokenizer.bos)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +91,7 @@ def prefill(
       written. Slots past a row's end hold padding; `step` overwrites each before it is ever attended to.
     """
     rows, t = tokens.shape
+    chex.assert_shape(length, (rows,))
     hidden, cache = forward(params, cache, tokens, jnp.full(rows, start, jnp.int32))
     last = jnp.clip(length - 1, 0, t - 1)
     return head(params, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]), cache
@@ -107,6 +109,7 @@ def step(params: Params, cache: Cache, token: jax.Array, pos: jax.Array) -> tupl
     Returns:
       float32 logits `[B, V]`, and the cache with slot `pos` of each row written.
     """
+    chex.assert_equal_shape([token, pos])
     hidden, cache = forward(params, cache, token[:, None], pos)
     return head(params, hidden[:, 0]), cache
 

@@ -42,11 +42,21 @@ class Runner:
         self.timings = Timings()
         self._programs: dict[Any, Any] = {}
 
+    def check(self, ids: Sequence[int]) -> None:
+        """Raise ValueError for a prompt that the model can't read: no tokens, too many, or not of its vocabulary."""
+        config = self.params.config
+        if not 1 <= len(ids) <= config.max_seq_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens: expected 1 to {config.max_seq_len}, the model's context"
+            )
+        if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
+            raise ValueError(f"token id {wrong[0]}: expected 0 to {config.vocab_size - 1}, the model's vocabulary")
+
     def call(self, function: Any, *args: Any, **static: Any) -> Any:
         """Call a jitted function; compile it first where that was not done for these shapes."""
-        if jax.config.read("jax_disable_jit"):  # type: ignore[no-untyped-call]
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args, **static)
-        key = (function, *map(np.shape, jax.tree.leaves(args[1:])), *static.values())
+        key = (function, *map(np.shape, jax.tree.leaves(args)), *static.values())
         if (program := self._programs.get(key)) is None:
             began = time.perf_counter()
             program = self._programs[key] = function.lower(*args, **static).compile()
@@ -72,12 +82,17 @@ class Batch:
 
         Args:
           runner: the model.
-          prompts: ids of each row, at least one and no more than the context holds.
+          prompts: ids of each row.
           settings: of each row.
           stop_ids: the tokens that end a row.
+
+        Raises:
+          ValueError: a prompt that the model can't read.
         """
+        for ids in prompts:
+            runner.check(ids)
         context = runner.params.config.max_seq_len
-        spare = _power_of_two(len(prompts)) - len(prompts)  # rows of one token, full from the start
+        spare = power_of_two(len(prompts)) - len(prompts)  # rows of one token, full from the start
         self._runner = runner
         self._taken = np.array([len(ids) for ids in prompts] + [1] * spare, np.int32)
         ends = [min(n + s.max_new_tokens, context) for n, s in zip(self._taken.tolist(), settings, strict=False)]
@@ -88,13 +103,13 @@ class Batch:
     def _read(self, prompts: Sequence[Sequence[int]]) -> None:
         longest = int(self._taken.max())
         rows = len(self._taken)
-        tokens = np.zeros((rows, _power_of_two(longest + 1, _MIN_SLOTS)), np.int32)
+        tokens = np.zeros((rows, cache_slots(longest + 1)), np.int32)
         for row, ids in zip(tokens, prompts, strict=False):
             row[: len(ids)] = ids
-        width = min(_power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, _BLOCK_TOKENS // rows)))
+        width = block_width(rows, longest)
         call, params = self._runner.call, self._runner.params
         with self._runner.timed("prompt"):
-            state = call(decode.compiled_start, params, tokens, self._taken, self._stop)
+            state = call(decode.compiled_start, params, jnp.asarray(tokens), jnp.asarray(self._taken), self._stop)
             for first in range(0, longest, width):
                 state = call(
                     decode.compiled_read_prompt,
@@ -111,12 +126,13 @@ class Batch:
     def advance(self, steps: int) -> None:
         """Generate up to `steps` tokens in each row that isn't done."""
         call, params = self._runner.call, self._runner.params
-        slots = self._tokens.shape[1]
+        slots, before = self._tokens.shape[1], self._pos.sum()
         with self._runner.timed("decode"):
             if self._pos[~self.done].max(initial=0) + 1 >= slots:
                 self._state = call(decode.compiled_grow, self._state, slots=2 * slots)
             state = self._state._replace(done=jnp.asarray(self.done))
             self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
+        self._runner.timings.decode_tokens += int(self._pos.sum() - before)
 
     def take(self, row: int) -> tuple[list[int], list[float]]:
         """Return the ids generated in a row since the last call, and their log-probabilities.
@@ -128,7 +144,6 @@ class Batch:
         if not np.isfinite(self._logprobs[row, new]).all():
             raise FloatingPointError(f"non-finite logits at position {new.stop - 2}: the weights hold NaN or infinity")
         self._taken[row] = new.stop
-        self._runner.timings.decode_tokens += new.stop - new.start
         return self._tokens[row, new].tolist(), self._logprobs[row, new].tolist()
 
     def end(self, row: int) -> None:
@@ -136,6 +151,16 @@ class Batch:
         self.done[row] = True
 
 
-def _power_of_two(n: int, least: int = 1) -> int:
+def block_width(rows: int, longest: int) -> int:
+    """Return how many tokens of each of `rows` prompts, the longest of `longest`, are read at a time."""
+    return min(power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, _BLOCK_TOKENS // rows)))
+
+
+def cache_slots(tokens: int) -> int:
+    """Return the slots of a cache for rows of up to `tokens` tokens."""
+    return power_of_two(tokens, _MIN_SLOTS)
+
+
+def power_of_two(n: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least `n` and `least`."""
     return max(least, 1 << (n - 1).bit_length())

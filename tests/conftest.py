@@ -1,9 +1,13 @@
 """What every test shares: strict JAX settings, and the folder of reference files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
+from console import Run
+
+from jllama import cli
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -17,3 +21,19 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("the reference files (../shared) are not here: golden values are not compared")
     return SHARED
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        for name in cli.FLAGS:
+            cli.FLAGS[name].unparse()
+        capfd.readouterr()
+        code = cli.main(["jllama", *args])
+        return code, *capfd.readouterr()
+
+    yield call
+    for name in cli.FLAGS:
+        cli.FLAGS[name].unparse()

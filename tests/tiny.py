@@ -5,8 +5,10 @@ import oracle
 
 from jllama.checkpoint.build import Source, build_params
 from jllama.config import Config, RopeScaling
+from jllama.llm import LLM
 from jllama.model import Params
 from jllama.settings import Settings, to_sampling
+from jllama.tokenizer import Tokenizer
 
 # name -> config, tied: multi-head and grouped heads, head_dim other than dim / heads, stretched rotary frequencies
 CONFIGS = {
@@ -39,3 +41,34 @@ def ids(config: Config, *shape: int, seed: int = 0) -> np.ndarray:
 def greedy(rows: int):
     """The sampling settings of rows that take the best token."""
     return to_sampling([Settings(temperature=0.0)] * rows)
+
+
+def chain(successor: list[int], max_seq_len: int = 64) -> Params:
+    """Make a model that always continues token i with `successor[i]`: one-hot embeddings, layers that add nothing."""
+    v = len(successor)
+    config = Config(v, 2, 1, 1, 1, v, max_seq_len, head_dim=2)
+    weights = {name: np.zeros_like(a) for name, a in oracle.random_weights(config, tied=False).items()}
+    weights["tok_embeddings.weight"] = np.eye(v, dtype=np.float32)
+    weights["norm.weight"] = np.ones(v, np.float32)
+    weights["output.weight"][successor, range(v)] = 10.0
+    return params(weights, config)
+
+
+class Letters(Tokenizer):
+    """A tokenizer whose text is encoded letter by letter; longer pieces come only out of a model."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__([(p, p) for p in pieces], bos=1, eos=2)
+
+    def encode(self, text: str) -> list[int]:
+        return [self._pieces.index((c.encode(), c.encode())) for c in text]
+
+    def first_after(self, token: int, *, first: bool) -> bool:
+        return False
+
+
+def says(prompt: bytes, *pieces: bytes, max_seq_len: int = 64) -> LLM:
+    """Make a model that answers `prompt`, a single letter, with these pieces in turn, and then with EOS."""
+    vocabulary = [b"", b"", b"", prompt, *pieces]
+    successor = [2, 2, 2, 4, *range(5, 4 + len(pieces)), 2]
+    return LLM(chain(successor[: len(vocabulary)], max_seq_len), Letters(vocabulary))

@@ -1,0 +1,288 @@
+"""The command line: what goes to stdout and stderr, and what an error looks like."""
+
+import io
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+from console import Run, error
+
+from jllama import cli
+from jllama.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write_tokenizer(path: Path, size: int) -> None:
+    """Write a tokenizer.bin: specials, the 256 bytes, letters."""
+    pieces = [b"<unk>", b"\n<s>\n", b"\n</s>\n", *[f"<0x{b:02X}>".encode() for b in range(256)]]
+    pieces += [b" ", *[bytes([97 + i]) for i in range(26)], *[b" " + bytes([97 + i]) for i in range(26)]]
+    pieces += [f"w{i}".encode() for i in range(size - len(pieces))]
+    body = b"".join(struct.pack("<fi", -float(i), len(p)) + p for i, p in enumerate(pieces[:size]))
+    path.write_bytes(struct.pack("<i", max(map(len, pieces))) + body)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with its tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("model")
+    config = Config(16, 24, 1, 2, 1, 330, 64)
+    oracle.write_v0(folder / "model.bin", oracle.random_weights(config, tied=True), config)
+    write_tokenizer(folder / "tokenizer.bin", 330)
+    return folder / "model.bin"
+
+
+def test_a_story_with_its_prompt_and_the_times(run: Run, shared: Path) -> None:
+    flags = (f"--checkpoint={shared}/models/stories260K/stories260K.bin", "--temperature=0", "--max_new_tokens=20")
+    code, out, err = run(*flags)
+    assert (code, out) == (0, "Once upon a time, there was a little girl named Lily. She loved to play\n")
+    times = r"load [\d.]+ s, compile [\d.]+ s, prompt 1 tokens in [\d.]+ s \([\d.]+ tokens/s\), "
+    assert re.fullmatch(times + r"generation 19 tokens in [\d.]+ s \([\d.]+ tokens/s\)\n", err)
+    _, out, _ = run(*flags, "--prompt=Once upon a time", "--max_new_tokens=5")
+    assert out == "Once upon a time, there was a little\n"
+    _, out, _ = run(*flags, "--prompt=Once upon a time", "--max_new_tokens=5", "--noecho")
+    assert out == ", there was a little\n"
+
+
+@pytest.mark.parametrize(
+    "file", ["stories260K", "stories260K_v1", "stories260K_q80", "stories260K_q80_gs4", "stories260K_untied"]
+)
+def test_every_reference_file_tells_a_story(run: Run, shared: Path, file: str) -> None:
+    code, out, _ = run(f"--checkpoint={shared}/models/stories260K/{file}.bin", "--temperature=0.8", "--seed=1")
+    assert code == 0
+    assert len(out) > 100
+    if "untied" not in file:
+        assert out.startswith("Once upon a time")
+    assert run(f"--checkpoint={shared}/models/stories260K/{file}.bin", "--temperature=0.8", "--seed=1")[1] == out
+
+
+def test_several_prompts_are_json_lines(run: Run, model: Path) -> None:
+    code, out, err = run(
+        f"--checkpoint={model}", "--prompt=one", "--prompt=two three", "--temperature=0", "--max_new_tokens=4"
+    )
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [line["prompt"] for line in lines] == ["one", "two three"]
+    assert [set(line) for line in lines] == [{"prompt", "text", "tokens", "finish_reason"}] * 2
+    assert lines[0]["tokens"] == 4
+    assert lines[0]["finish_reason"] == "length"
+    assert "load" in err
+    _, out, _ = run(f"--checkpoint={model}", "--prompt=one", "--logprobs", "--temperature=0", "--max_new_tokens=4")
+    line = json.loads(out)
+    assert len(line["logprobs"]) == 4
+    assert all(x < 0 for x in line["logprobs"])
+
+
+def test_prompt_files(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (f"--checkpoint={model}", "--temperature=0", "--max_new_tokens=3", "--batch_size=2")
+    text = "\ufeffone\n\ntwo é\r\nthree"
+    (tmp_path / "p.txt").write_bytes(text.encode())
+    _, out, _ = run(*flags, f"--prompt_file={tmp_path}/p.txt")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["one", "", "two é", "three"]
+    assert "é" in out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert run(*flags, "--prompt_file=-")[1] == out
+
+    objects = [
+        {"prompt": "one", "max_new_tokens": 1},
+        {"prompt": "two é"},
+        {"prompt": "x", "stop": [lines[0]["text"][:1]]},
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, objects)) + "\n\n")
+    code, out, _ = run(*flags, f"--prompt_file={tmp_path}/p.jsonl")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [line["tokens"] for line in found[:2]] == [1, 3]
+    assert found[1] == lines[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\nnot json\n', "line 2"),
+        ("p.jsonl", '{"prompt": "a"}\n[1]\n', 'line 2: expected an object with a "prompt"'),
+        ("p.jsonl", '{"prompt": 1}\n', "line 1"),
+        ("p.jsonl", '{"prompt": "a", "tempreature": 1}\n', "line 1: unknown settings tempreature"),
+        ("p.jsonl", '{"prompt": "a", "temperature": "hot"}\n', "line 1: temperature = 'hot'"),
+        ("p.txt", "fine\n" + "long " * 50, "line 2: the prompt has"),
+        ("p.txt", b"fine\nbad \xff\n", "line 2"),
+    ],
+)
+def test_a_fault_in_a_prompt_file_comes_up_before_any_work(
+    run: Run, model: Path, tmp_path: Path, name: str, content: str | bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, out, err = run(f"--checkpoint={model}", f"--prompt_file={tmp_path}/{name}")
+    assert (code, out) == (1, "")
+    assert words in err.splitlines()[-1]
+
+
+def test_perplexity(run: Run, shared: Path, tmp_path: Path) -> None:
+    text = (shared / "text/tinystories_sample.txt").read_text()[:3000]
+    (tmp_path / "text.txt").write_text(text)
+    flags = (
+        f"--checkpoint={shared}/models/stories260K/stories260K.bin",
+        "--mode=perplexity",
+        f"--prompt_file={tmp_path}/text.txt",
+    )
+    code, out, _ = run(*flags)
+    pattern = r"float32: perplexity ([\d.]+), ([\d.]+) bits a byte, (\d+) tokens in windows of 512\n"
+    perplexity, bits, tokens = map(float, re.fullmatch(pattern, out).groups())
+    assert code == 0
+    assert abs(np.log2(perplexity) * tokens / len(text.encode()) - bits) < 1e-3
+    assert 3 < perplexity < 5
+    code, out, _ = run(*flags, "--dtype=int8")
+    assert re.match(
+        r"int8: perplexity [\d.]+.*\nfloat32: perplexity [\d.]+.*\ngreedy agreement with float32: 9\d\.\d+%\n$", out
+    )
+    assert "expected --prompt_file" in error(run(*flags[:2]))
+
+
+def test_save_and_load_again(run: Run, shared: Path, tmp_path: Path) -> None:
+    source = shared / "models/stories260K/stories260K.bin"
+    for version in ("0", "1", "2"):
+        code, out, err = run(f"--checkpoint={source}", f"--save={tmp_path}/v{version}.bin", f"--save_version={version}")
+        assert (code, out, err) == (0, "", f"jllama: wrote {tmp_path}/v{version}.bin\n")
+    assert (tmp_path / "v1.bin").read_bytes() == (shared / "models/stories260K/stories260K_v1.bin").read_bytes()
+    assert (tmp_path / "v2.bin").read_bytes() == (shared / "models/stories260K/stories260K_q80.bin").read_bytes()
+    assert "missing" in error(run(f"--checkpoint={source}", f"--save={tmp_path}/missing/out.bin"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["v0.bin", "v1.bin", "v2.bin"]
+
+
+def test_random_weights_of_a_config(run: Run, shared: Path) -> None:
+    flags = (
+        f"--config={ROOT}/configs/stories260K.toml",
+        f"--tokenizer={shared}/models/stories260K/tok512.bin",
+        "--max_new_tokens=5",
+    )
+    code, out, _ = run(*flags, "--prompt=Once", "--seed=3")
+    assert (code, out[:4]) == (0, "Once")
+    assert "--tokenizer" in error(run(flags[0]))
+
+
+def test_what_no_model_says(run: Run) -> None:
+    code, out, err = run()
+    assert (code, out, err.count("\n")) == (1, "", 2)
+    assert "--checkpoint" in err
+
+
+def test_help(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for name in [f"--{holder.name}" for group in cli.GROUPS.values() for holder in group]:
+        assert name in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--temperature=-1"], "temperature = -1.0: expected"),
+        (["--temperature=hot"], "--temperature=hot"),
+        (["--top_p=2", "--top_k=-3"], "top_k = -3"),
+        (["--max_new_tokens=-1"], "max_new_tokens = -1"),
+        (["--batch_size=0", "--prompt=a", "--prompt=b"], "batch_size = 0"),
+        (["--dtype=float16"], "dtype"),
+        (["--mode=sing"], "mode"),
+        (["--nonsense=1"], "nonsense"),
+        (["story"], "unexpected argument 'story'"),
+        (["--stop="], "stop"),
+        (["--prompt=" + "long " * 50], "tokens: expected 1 to 64"),
+        (["--prompt_file=/nowhere.txt"], "/nowhere.txt"),
+        (["--prompt=a", "--prompt_file=b"], "one of the two"),
+        (["--config=x.toml"], "one of the two"),
+        (["--tokenizer=/nowhere"], "/nowhere"),
+        (["--rope_theta=-1"], "rope_theta = -1.0"),
+    ],
+)
+def test_wrong_flags(run: Run, model: Path, flags: list[str], words: str) -> None:
+    code, out, err = run(f"--checkpoint={model}", *flags)
+    assert (code, out) == (1, "")
+    assert words in err.splitlines()[0]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        (b"", "empty"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "LFS"),
+        (b"GGUF" + bytes(300), "GGUF"),
+        (struct.pack("<7i", 64, 172, 5, 8, 4, 512, 512), "1056540"),
+        (struct.pack(">7i", 64, 172, 5, 8, 4, 512, 512) + bytes(100), "big-endian"),
+        (struct.pack("<7i", 64, 172, 5, 7, 4, 512, 512), "n_heads = 7"),
+    ],
+)
+def test_files_that_are_no_checkpoint(run: Run, model: Path, tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "x.bin").write_bytes(content)
+    flags = (f"--checkpoint={tmp_path}/x.bin", f"--tokenizer={model.parent}/tokenizer.bin")
+    assert words in error(run(*flags))
+    assert words in error(run(*flags, f"--save={tmp_path}/out.bin"))
+    assert not (tmp_path / "out.bin").exists()
+
+
+def test_a_tokenizer_that_does_not_fit(run: Run, model: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "small.bin", 320)
+    message = error(run(f"--checkpoint={model}", f"--tokenizer={tmp_path}/small.bin"))
+    assert "320" in message
+    assert "330" in message
+
+
+def test_a_traceback_is_there_for_who_asks(run: Run, model: Path) -> None:
+    code, _, err = run(f"--checkpoint={model}", "--temperature=-1", "--verbosity=1")
+    assert code == 1
+    assert "Traceback" in err
+
+
+def start(*args: str, **options) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "main.py", *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_a_program_of_its_own(model: Path) -> None:
+    process = start(f"--checkpoint={model}", "--prompt=one two", "--temperature=0", "--max_new_tokens=5")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.startswith(b"one two")
+    assert err.startswith(b"load")
+
+
+def test_a_reader_that_leaves_and_a_closed_pipe(model: Path) -> None:
+    process = start(f"--checkpoint={model}", "--prompt=one", "--max_new_tokens=60", "--temperature=0")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=120)
+    assert b"Traceback" not in err
+
+
+def test_ten_thousand_prompts_in_bounded_memory(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "many.txt").write_text("".join(f"{'abcdefg'[: i % 7 + 1]}\n" for i in range(10000)))
+
+    def peak(count: int) -> tuple[int, list[str]]:
+        code = (
+            "import re, sys; from jllama.cli import main; code = main(sys.argv); "
+            "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr)"
+        )
+        text = "".join((tmp_path / "many.txt").read_text().splitlines(keepends=True)[:count])
+        flags = [f"--checkpoint={model}", "--prompt_file=-", "--batch_size=64", "--temperature=0", "--max_new_tokens=2"]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *flags], cwd=ROOT, input=text, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return int(done.stderr.split()[-1]), done.stdout.splitlines()
+
+    few, _ = peak(1500)
+    many, lines = peak(10000)
+    assert [json.loads(line)["prompt"] for line in lines] == (tmp_path / "many.txt").read_text().splitlines()
+    assert many < few * 1.1

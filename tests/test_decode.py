@@ -1,0 +1,227 @@
+"""The decoding loop: right tokens in every way of running it, right ends, and what the compiled program does."""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tiny
+
+from jllama import decode
+from jllama.decode import Stop, compiled_decode, compiled_grow, compiled_read_prompt, generate, start
+from jllama.runner import Batch, Runner
+from jllama.settings import Settings
+
+NONE = jnp.array([-1], jnp.int32)
+jit_generate = jax.jit(generate, static_argnames="slots")
+
+
+def oracle_greedy(weights: oracle.Weights, config, prompt: np.ndarray, n: int) -> list[int]:
+    ids = prompt.tolist()
+    for _ in range(n):
+        ids.append(int(np.argmax(oracle.forward(weights, config, np.array(ids))[-1])))
+    return ids[len(prompt) :]
+
+
+def batch_greedy(params, prompts: list[list[int]], n: int, steps: int = 2**30, stop_ids: tuple[int, ...] = (-1,)):
+    """Generate with the host's loop; returns the ids of each row."""
+    batch = Batch(Runner(params), prompts, [Settings(temperature=0.0, max_new_tokens=n)] * len(prompts), stop_ids)
+    rows: list[list[int]] = [[] for _ in prompts]
+    while True:
+        for i, row in enumerate(rows):
+            row += batch.take(i)[0]
+        if batch.done.all():
+            return rows
+        batch.advance(steps)
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_greedy_ids_equal_the_oracle_in_every_way_of_running(name: str) -> None:
+    params, weights = tiny.model(name)
+    prompts = [tiny.ids(params.config, n, seed=n) for n in (1, 3, 12)]
+    expected = [oracle_greedy(weights, params.config, p, 20) for p in prompts]
+    lists = [p.tolist() for p in prompts]
+    for p, ids in zip(lists, expected, strict=True):
+        assert batch_greedy(params, [p], 20) == [ids]
+    assert batch_greedy(params, lists, 20) == expected
+    assert batch_greedy(params, lists[::-1], 20) == expected[::-1]
+    assert batch_greedy(params, lists, 20, steps=3) == expected
+    with jax.disable_jit():
+        assert batch_greedy(params, lists[1:2], 6) == [expected[1][:6]]
+
+
+def test_generate_is_the_whole_job_in_one_pure_function() -> None:
+    params, weights = tiny.model("gqa")
+    tokens = tiny.ids(params.config, 2, 8)
+    length = jnp.array([8, 3], jnp.int32)
+    for run in (generate, jit_generate):
+        state = run(params, tokens, length, tiny.greedy(2), Stop(NONE, length + 10), slots=32)
+        for row, n in enumerate((8, 3)):
+            expected = oracle_greedy(weights, params.config, tokens[row, :n], 10)
+            assert state.tokens[row, n : n + 10].tolist() == expected
+            log_probs = [log_softmax(oracle.forward(weights, params.config, np.array([*tokens[row, :n], *expected])))]
+            assert state.pos[row] == n + 9
+            np.testing.assert_allclose(
+                state.logprobs[row, n : n + 10],
+                log_probs[0][np.arange(n - 1, n + 9), expected],
+                atol=1e-4,
+            )
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - x.max(-1, keepdims=True) - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("prompt", [7, 8])
+@pytest.mark.parametrize("new", [0, 1, 100])
+def test_generation_stops_at_the_end_of_the_context(prompt: int, new: int) -> None:
+    config = tiny.CONFIGS["mha"][0]
+    small = type(config)(
+        **{f: getattr(config, f) for f in ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads")},
+        vocab_size=97,
+        max_seq_len=8,
+    )
+    weights = oracle.random_weights(small, tied=True)
+    ids = tiny.ids(small, prompt)
+    found = batch_greedy(tiny.params(weights, small), [ids.tolist()], new)[0]
+    assert found == oracle_greedy(weights, small, ids, min(new, 8 - prompt))
+
+
+def test_prompts_that_do_not_fit_are_refused_before_any_work() -> None:
+    params, _ = tiny.model("mha")
+    runner = Runner(params)
+    for ids, words in (
+        ([5] * 65, "65 tokens.*64"),
+        ([], "0 tokens"),
+        ([97], "97.*0 to 96"),
+        ([-1], "id -1"),
+        ([3, -5], "-5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Batch(runner, [[5], ids], [Settings()] * 2, [2])
+    assert runner.timings.prompt_tokens == 0
+
+
+def test_the_cache_grows_without_changing_the_text() -> None:
+    config = type(tiny.CONFIGS["gqa"][0])(32, 48, 1, 4, 2, 97, 700)
+    weights = oracle.random_weights(config, tied=True)
+    params = tiny.params(weights, config)
+    prompt = tiny.ids(config, 250)
+    grown = batch_greedy(params, [prompt.tolist()], 300)[0]
+    length = jnp.array([250], jnp.int32)
+    state = jit_generate(params, prompt[None], length, tiny.greedy(1), Stop(NONE, length + 300), slots=1024)
+    assert grown == state.tokens[0, 250:550].tolist()
+    assert len(grown) == 300
+    forward = oracle.forward(weights, config, np.array([*prompt, *grown]))
+    best = np.sort(forward[249:-1], axis=-1)
+    clear = best[:, -1] - best[:, -2] > 1e-4
+    assert clear.sum() > 250
+    np.testing.assert_array_equal(np.argmax(forward[249:-1], -1)[clear], np.array(grown)[clear])
+
+
+def test_a_long_prompt_is_read_in_blocks() -> None:
+    config = type(tiny.CONFIGS["gqa"][0])(32, 48, 1, 4, 2, 97, 1500)
+    weights = oracle.random_weights(config, tied=True)
+    prompts = [tiny.ids(config, n, seed=n) for n in (1200, 513, 40)]
+    found = batch_greedy(tiny.params(weights, config), [p.tolist() for p in prompts], 3)
+    assert found == [oracle_greedy(weights, config, p, 3) for p in prompts]
+
+
+def test_each_row_ends_at_its_own_stop_token() -> None:
+    # 3 -> 4 -> 5 -> ... -> 12 -> EOS; another stop id at 5
+    params = tiny.chain([2, 2, 2, *range(4, 13), 2])
+    prompts = [[12], [9], [3]]
+    assert batch_greedy(params, prompts, 6, stop_ids=(1, 2)) == [[2], [10, 11, 12, 2], [4, 5, 6, 7, 8, 9]]
+    assert batch_greedy(params, prompts, 6, stop_ids=(5, 2)) == [[2], [10, 11, 12, 2], [4, 5]]
+
+
+def test_a_model_that_never_stops_ends_with_its_context() -> None:
+    params = tiny.chain([3, 3, 3, 3], max_seq_len=40)
+    assert batch_greedy(params, [[1]], 2**31 - 1, stop_ids=(1, 2)) == [[3] * 39]
+
+
+def test_bad_weights_stop_the_row_with_its_position() -> None:
+    params, weights = tiny.model("mha")
+    poisoned = weights | {
+        "layers.1.feed_forward.w2.weight": np.full_like(weights["layers.1.feed_forward.w2.weight"], np.nan)
+    }
+    with pytest.raises(FloatingPointError, match="position 2"):
+        batch_greedy(tiny.params(poisoned, params.config), [[5, 6, 7]], 5)
+    late = weights["tok_embeddings.weight"].copy()
+    late[oracle_greedy(weights, params.config, np.array([5, 6, 7]), 1)[0]] = np.nan
+    untied = tiny.params(
+        {**weights, "tok_embeddings.weight": late, "output.weight": weights["tok_embeddings.weight"]}, params.config
+    )
+    with pytest.raises(FloatingPointError, match="position 3"):
+        batch_greedy(untied, [[5, 6, 7]], 5)
+
+
+def programs(rows: int, slots: int = 256):
+    """Compile the two programs of a small model; returns them, the decode state's shapes and the config."""
+    params, _ = tiny.model("gqa")
+    length = jnp.full(rows, 4, jnp.int32)
+    stop = Stop(NONE, length + 10)
+    state = start(params, jnp.zeros((rows, slots), jnp.int32), length, stop)
+    read = compiled_read_prompt.lower(params, state, tiny.greedy(rows), stop, np.int32(0), width=16).compile()
+    loop = compiled_decode.lower(params, state, tiny.greedy(rows), stop, np.int32(5)).compile()
+    return read, loop, state, params.config
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_the_compiled_loop_updates_the_cache_in_place(rows: int) -> None:
+    read, loop, state, config = programs(rows)
+    shape = rf"f32\[{rows * config.n_kv_heads},256,{config.head_dim}\]"
+    text = loop.as_text()
+    assert re.search(rf"{shape}\S* parameter", text), "the pattern doesn't match the cache's leaves at all"
+    assert not re.search(rf"= {shape}\S* copy\(", text)
+    assert not re.search(rf"= {shape}\S* copy\(", read.as_text())
+    assert " while(" in text, "the loop was turned into a single call, which runs on one thread"
+    leaf = state.cache.k[0].nbytes
+    assert loop.memory_analysis().temp_size_in_bytes < 2 * leaf  # no second cache of 2 * n_layers leaves
+    assert loop.memory_analysis().alias_size_in_bytes >= leaf * 2 * config.n_layers  # donated and reused
+
+
+def test_small_updates_in_a_loop_do_not_rewrite_the_buffer() -> None:
+    def fill(n: int):
+        def body(carry):
+            i, x = carry
+            return i + 1, x.at[jnp.zeros(1, jnp.int32), i[None]].set(i[None], mode="drop")
+
+        run = jax.jit(lambda x: jax.lax.while_loop(lambda c: c[0] < n, body, (jnp.int32(0), x)), donate_argnums=0)
+        np.testing.assert_array_equal(run(jnp.zeros((1, n), jnp.int32))[1][0], np.arange(n))
+        return min(timed(run, jnp.zeros((1, n), jnp.int32)) for _ in range(5))
+
+    assert fill(40000) / fill(20000) < 3  # four times where each update touches the whole buffer
+
+
+def timed(run, x: jax.Array) -> float:
+    jax.block_until_ready(x)
+    began = time.perf_counter()
+    jax.block_until_ready(run(x))
+    return time.perf_counter() - began
+
+
+def test_growing_keeps_what_is_there() -> None:
+    params, _ = tiny.model("gqa")
+    length = jnp.array([3, 1], jnp.int32)
+    state = start(params, tiny.ids(params.config, 2, 8), length, Stop(NONE, length))
+    state = state._replace(cache=jax.tree.map(lambda leaf: leaf + 1, state.cache))
+    grown = compiled_grow(state, slots=16)
+    assert grown.tokens.shape == grown.logprobs.shape == (2, 16)
+    for old, new in zip(jax.tree.leaves(state.cache), jax.tree.leaves(grown.cache), strict=True):
+        np.testing.assert_array_equal(new[:, :8], old)
+        assert new.shape[1] == 16
+        assert not new[:, 8:].any()
+
+
+def test_score_equals_the_oracle() -> None:
+    params, weights = tiny.model("llama3")
+    tokens = tiny.ids(params.config, 3, 30)
+    logprobs, best = decode.compiled_score(params, tokens)
+    for row in range(3):
+        expected = oracle.forward(weights, params.config, tokens[row])[:-1]
+        np.testing.assert_allclose(logprobs[row], log_softmax(expected)[np.arange(29), tokens[row, 1:]], atol=1e-4)
+        np.testing.assert_array_equal(best[row], expected.argmax(-1))

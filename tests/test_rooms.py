@@ -1,0 +1,73 @@
+"""Which module may import which, and how big the heart may get."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "jllama"
+
+# What each room may import from the others; a folder is one room.
+ROOMS = {
+    "config": set(),
+    "quant": set(),
+    "model": {"config", "quant"},
+    "sampling": set(),
+    "decode": {"model", "sampling"},
+    "text": set(),
+    "gguf_file": set(),
+    "tokenizer": {"gguf_file", "text"},
+    "chat": {"gguf_file", "tokenizer"},
+    "checkpoint": {"config", "quant", "model"},
+    "settings": {"sampling"},
+    "runner": {"decode", "model", "settings"},
+    "llm": {"checkpoint", "decode", "model", "quant", "runner", "settings", "text", "tokenizer"},
+    "prompts": {"llm", "settings"},
+    "bench": {"decode", "model", "quant", "runner", "sampling", "settings"},
+    "report": {"bench"},
+    "cli": {"bench", "report", "checkpoint", "config", "llm", "model", "prompts", "settings", "tokenizer"},
+    "__init__": {"checkpoint", "llm", "settings", "tokenizer"},
+}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """The rooms that a file imports from."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "jllama":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jllama."):
+            found.add((node.module or "").split(".")[1])
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("jllama.")}
+    return found - {room(path)}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_only_what_it_may(path: Path) -> None:
+    assert imports(path) <= ROOMS[room(path)]
+
+
+def test_every_room_is_there() -> None:
+    assert {room(path) for path in PACKAGE.rglob("*.py")} == set(ROOMS)
+
+
+def test_the_heart_can_be_read_in_an_hour() -> None:
+    heart = ("config", "quant", "model", "sampling", "decode")
+    assert sum(len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in heart) < 900
+
+
+def test_only_the_command_line_prints() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        calls = {
+            n.func.id
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
+        assert "print" not in calls or room(path) == "cli", path
