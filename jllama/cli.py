@@ -20,6 +20,7 @@ from absl import flags, logging
 from tqdm import tqdm
 
 from jllama import bench, checkpoint, config, prompts, report, tokenizer
+from jllama.checkpoint import hub
 from jllama.llm import LLM, Completion, Prompt, Score
 from jllama.model import Params
 from jllama.settings import Settings
@@ -39,7 +40,9 @@ GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
         flags.DEFINE_enum(
             "mode", "generate", ["generate", "perplexity", "bench"], "continue prompts, score a text, or measure"
         ),
-        flags.DEFINE_string("checkpoint", None, "the model: a llama2.c .bin file, of version 0, 1 or 2"),
+        flags.DEFINE_string(
+            "checkpoint", None, "the model: a llama2.c .bin file, a Hugging Face folder, or hf://owner/name[@revision]"
+        ),
         flags.DEFINE_string("tokenizer", None, "its tokenizer.model or .bin; unset: looked for beside the checkpoint"),
         flags.DEFINE_string("config", None, "a configs/*.toml: random weights of that size, in place of a checkpoint"),
         flags.DEFINE_enum(
@@ -77,9 +80,12 @@ GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
         flags.DEFINE_multi_string("stop", [], "end the text before this string; may be given several times"),
     ],
     "Conversion": [
-        flags.DEFINE_string("save", None, "write the model to this file in llama2.c's format, and stop"),
+        flags.DEFINE_string("save", None, "write the model here, and stop"),
         flags.DEFINE_enum(
-            "save_version", "0", ["0", "1", "2"], "0: float32; 1: float32 with a magic; 2: int8 in groups"
+            "save_form", "llama2c", ["llama2c", "huggingface"], "a llama2.c file, or a folder with safetensors in it"
+        ),
+        flags.DEFINE_enum(
+            "save_version", "0", ["0", "1", "2"], "of a llama2.c file: 0 float32; 1 with a magic; 2 int8 in groups"
         ),
     ],
     "Benchmark": [
@@ -270,7 +276,7 @@ def save() -> None:
     """Convert the model; from float32 where no other dtype is asked for, so that nothing is lost."""
     _check_source()
     dtype = "float32" if FLAGS.dtype == "auto" else FLAGS.dtype
-    checkpoint.save(_params(dtype), FLAGS.save, version=int(FLAGS.save_version))
+    checkpoint.save(_params(dtype), FLAGS.save, form=FLAGS.save_form, version=int(FLAGS.save_version))
     print(f"jllama: wrote {FLAGS.save}", file=sys.stderr)
 
 
@@ -280,7 +286,7 @@ def _load() -> tuple[LLM, float]:
     _check_source()
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
-    path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(Path(FLAGS.checkpoint))
+    path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(hub.local(FLAGS.checkpoint))
     llm = LLM(_params(FLAGS.dtype), tokenizer.load(path))
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jllama import checkpoint, decode, tokenizer
+from jllama.checkpoint import hub
 from jllama.model import Params
 from jllama.quant import dtype_name
 from jllama.runner import Batch, Runner, Timings
@@ -120,7 +121,8 @@ class LLM:
           TokenizerError: the tokenizer can't be found or read.
           ValueError: they don't fit each other.
         """
-        found = tokenizer.load(tokenizer.find(Path(path)) if tokenizer_path is None else Path(tokenizer_path))
+        path = hub.local(path)
+        found = tokenizer.load(tokenizer.find(path) if tokenizer_path is None else Path(tokenizer_path))
         return cls(checkpoint.load(path, dtype=dtype, rope_theta=rope_theta), found)
 
     @property

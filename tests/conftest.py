@@ -31,7 +31,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
         for name in cli.FLAGS:
             cli.FLAGS[name].unparse()
         capfd.readouterr()
-        code = cli.main(["jllama", *args])
+        code = cli.main(["jllama", "--compile_cache=", *args])  # the user's own cache is not for tests
         return code, *capfd.readouterr()
 
     yield call

@@ -1,4 +1,4 @@
-"""An independent forward pass of the Llama family, in float64 NumPy: the source of right values.
+"""An independent forward pass of the Llama family and of GPT-2, in float64 NumPy: the source of right values.
 
 Nothing here comes from jllama: weights are a dict of `[out, in]` arrays by the names of Meta's checkpoints, sizes any
 object with the fields of its `Config`. One sequence at a time, no cache, no batch, no fused weights.
@@ -35,17 +35,68 @@ def forward(weights: Weights, config: Any, tokens: NDArray[np.int32]) -> Array:
 def attention(layer: dict[str, Array], config: Any, x: Array, angles: Array) -> Array:
     """Attend causally: query head n reads key/value head n // (n_heads / n_kv_heads)."""
     length, size = len(x), config.head_dim
-    q = rotate((x @ layer["attention.wq.weight"].T).reshape(length, config.n_heads, size), angles)
-    k = rotate((x @ layer["attention.wk.weight"].T).reshape(length, config.n_kv_heads, size), angles)
-    v = (x @ layer["attention.wv.weight"].T).reshape(length, config.n_kv_heads, size)
+
+    def project(name: str, x: Array) -> Array:
+        return x @ layer[f"attention.{name}.weight"].T + layer.get(f"attention.{name}.bias", 0)
+
+    q, k, v = (project(name, x).reshape(length, -1, size) for name in ("wq", "wk", "wv"))
+    if "attention.q_norm.weight" in layer:
+        q = rms_norm(q, layer["attention.q_norm.weight"], config.norm_eps)
+        k = rms_norm(k, layer["attention.k_norm.weight"], config.norm_eps)
+    q, k = rotate(q, angles), rotate(k, angles)
     out = np.zeros_like(q)
     for n in range(config.n_heads):
         kv = n // (config.n_heads // config.n_kv_heads)
         for t in range(length):
-            scores = k[: t + 1, kv] @ q[t, n] / math.sqrt(size)
+            first = max(0, t + 1 - (config.sliding_window or length))
+            scores = k[first : t + 1, kv] @ q[t, n] / math.sqrt(size)
             p = np.exp(scores - scores.max())
-            out[t, n] = p / p.sum() @ v[: t + 1, kv]
-    return out.reshape(length, -1) @ layer["attention.wo.weight"].T
+            out[t, n] = p / p.sum() @ v[first : t + 1, kv]
+    return project("wo", out.reshape(length, -1))
+
+
+def forward_gpt2(weights: Weights, n_heads: int, eps: float, tokens: NDArray[np.int32]) -> Array:
+    """Return the logits `[T, V]` of GPT-2 for tensors by the names of its published files, matrices `[in, out]`."""
+    w = {name: np.asarray(array, np.float64) for name, array in weights.items()}
+    x = w["wte.weight"][tokens] + w["wpe.weight"][: len(tokens)]
+    future = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
+
+    def layer_norm(name: str, x: Array) -> Array:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + eps)
+        return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def conv1d(name: str, x: Array) -> Array:
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    for i in range(sum(name.endswith("ln_1.weight") for name in w)):
+        q, k, v = np.split(conv1d(f"h.{i}.attn.c_attn", layer_norm(f"h.{i}.ln_1", x)), 3, axis=-1)
+        heads = []
+        for qh, kh, vh in zip(*(np.split(a, n_heads, axis=-1) for a in (q, k, v)), strict=True):
+            scores = np.where(future, -np.inf, qh @ kh.T / math.sqrt(qh.shape[-1]))
+            p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            heads.append(p / p.sum(axis=-1, keepdims=True) @ vh)
+        x = x + conv1d(f"h.{i}.attn.c_proj", np.concatenate(heads, axis=-1))
+        h = conv1d(f"h.{i}.mlp.c_fc", layer_norm(f"h.{i}.ln_2", x))
+        h = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        x = x + conv1d(f"h.{i}.mlp.c_proj", h)
+    return layer_norm("ln_f", x) @ w["wte.weight"].T
+
+
+def random_gpt2(dim: int, hidden: int, n_layers: int, vocab_size: int, context: int, *, seed: int = 0) -> Weights:
+    """Make small float32 weights for `forward_gpt2`: matrices N(0, 0.2), norms 1 + N(0, 0.1), biases N(0, 0.1)."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {"wte": (vocab_size, dim), "wpe": (context, dim), "ln_f": (dim,)}
+    for i in range(n_layers):
+        shapes |= {f"h.{i}.ln_1": (dim,), f"h.{i}.ln_2": (dim,)}
+        shapes |= {f"h.{i}.attn.c_attn": (dim, 3 * dim), f"h.{i}.attn.c_proj": (dim, dim)}
+        shapes |= {f"h.{i}.mlp.c_fc": (dim, hidden), f"h.{i}.mlp.c_proj": (hidden, dim)}
+    weights = {}
+    for name, shape in shapes.items():
+        weights[f"{name}.weight"] = rng.normal(*((1, 0.1) if len(shape) == 1 else (0, 0.2)), shape).astype(np.float32)
+        if name not in ("wte", "wpe"):
+            weights[f"{name}.bias"] = rng.normal(0, 0.1, shape[-1:]).astype(np.float32)
+    return weights
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

@@ -1,4 +1,4 @@
-"""Models from files and into files: `load` finds out the format, `save` writes llama2.c's, `random` needs no file.
+"""Models from files and into files: `load` finds out the format, `save` writes it, `random` needs no file.
 
 A new format is one module with a `read(path) -> Contents`, and one row in `_FORMATS`.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jllama.checkpoint import llama2c
+from jllama.checkpoint import hub, huggingface, llama2c
 from jllama.checkpoint.build import (
     DTYPES,
     Array,
@@ -24,7 +24,6 @@ from jllama.checkpoint.build import (
     expand,
     tensor_shapes,
 )
-from jllama.checkpoint.llama2c import save
 from jllama.config import Config
 from jllama.model import Params
 
@@ -68,16 +67,17 @@ class _Format(NamedTuple):
 
 
 _FORMATS = (
+    _Format("a Hugging Face folder (config.json, .safetensors)", huggingface.recognises, huggingface.read),
     # Version 0 has no magic: whatever is not known to be something else is read as one.
     _Format("a llama2.c checkpoint (.bin)", lambda path, head: _foreign(path, head) is None, llama2c.read),
 )
 
 
 def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = None) -> Params:
-    """Load a model from a file, whose format is found out by its content.
+    """Load a model from a file or folder, whose format is found out by its content.
 
     Args:
-      path: the checkpoint.
+      path: the checkpoint, or `hf://owner/name[@revision]` of one on the Hugging Face Hub.
       dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
         the file stores; norms are float32 always.
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
@@ -89,9 +89,31 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
-    contents = _read(Path(path))
+    contents = _read(hub.local(path))
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
     return build_params(config, contents.sources, dtype=contents.dtype if dtype == "auto" else dtype, origin=str(path))
+
+
+def save(params: Params, path: str | Path, *, form: str = "llama2c", version: int = 0) -> None:
+    """Write a model into a file or folder, which appears under its name only when it is complete.
+
+    Args:
+      params: the model; what its `form` cannot store is widened to float32.
+      path: where to.
+      form: "llama2c", a file, replaced if it exists; or "huggingface", a folder, new or empty.
+      version: of a llama2.c file: 0 or 1 for float32, 2 for int8 in groups.
+
+    Raises:
+      CheckpointError: the format has no place for something in the model; all of it is named.
+      OSError: something cannot be written.
+      ValueError: an unknown `form`.
+    """
+    if form == "llama2c":
+        llama2c.save(params, path, version=version)
+    elif form == "huggingface":
+        huggingface.save(params, path)
+    else:
+        raise ValueError(f"form = {form!r}: expected llama2c or huggingface")
 
 
 def random(config: Config, *, dtype: str = "float32", tied: bool = False, seed: int = 0) -> Params:

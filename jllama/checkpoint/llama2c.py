@@ -11,18 +11,17 @@ All is little-endian. Rotary pairs are interleaved.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from jllama.checkpoint.build import Array, CheckpointError, Contents, Source, blocks, expand, sources_of, tensor_shapes
+from jllama.checkpoint.files import release, replacing
 from jllama.config import Config, ConfigError
 from jllama.model import Params
 
@@ -97,7 +96,7 @@ def save(params: Params, path: str | Path, *, version: int = 0) -> None:
     header = _header_for(params, version, path)
     sources = sources_of(params)
     sources |= dict(zip(_TABLES, _rotary_tables(header.config), strict=True))
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(_pack(header))
         for kind, _ in _layout(header):
             for name in expand(kind, header.config.n_layers):
@@ -163,11 +162,11 @@ def _source(data: mmap.mmap, offset: int, shape: tuple[int, ...], group_size: in
     count, width = math.prod(shape), math.prod(shape[1:])
 
     def read(start: int, stop: int) -> Array:
-        _release(data)
+        release(data)
         return np.frombuffer(data, "<f4", (stop - start) * width, offset + start * width * 4).reshape(-1, *shape[1:])
 
     def read_groups(start: int, stop: int) -> Array:
-        _release(data)
+        release(data)
         # Groups run over the flattened matrix and may cross the ends of rows: take all that these rows touch.
         first, last = start * width // group_size, -(-stop * width // group_size)
         values = np.frombuffer(data, np.int8, (last - first) * group_size, offset + first * group_size)
@@ -176,12 +175,6 @@ def _source(data: mmap.mmap, offset: int, shape: tuple[int, ...], group_size: in
         return flat[start * width - first * group_size :][: (stop - start) * width].reshape(-1, width)
 
     return Source(shape, read_groups if group_size and len(shape) == 2 else read)
-
-
-def _release(data: mmap.mmap) -> None:
-    # Pages of the file that were read count as memory of this process until they are given back.
-    if hasattr(data, "madvise"):
-        data.madvise(mmap.MADV_DONTNEED)
 
 
 def _header_for(params: Params, version: int, path: Path) -> Header:
@@ -195,8 +188,17 @@ def _header_for(params: Params, version: int, path: Path) -> Header:
         problems.append(f"norm_eps = {config.norm_eps} (only 1e-05)")
     if config.rope_theta != 10000:
         problems.append(f"rope_theta = {config.rope_theta} (only 10000)")
-    if config.rope_scaling is not None:
-        problems.append("rope_scaling (only none)")
+    for name in ("rope_scaling", "sliding_window"):
+        if getattr(config, name) is not None:
+            problems.append(f"{name} (only none)")
+    for name, only in (("norm", "rms"), ("position", "rope"), ("activation", "silu")):
+        if (value := getattr(config, name)) != only:
+            problems.append(f"{name} = {value} (only {only})")
+    layer = params.layers[0]
+    if layer.wqkv.bias is not None or layer.wo.bias is not None:
+        problems.append("biases")
+    if layer.q_norm is not None:
+        problems.append("norms of query and key heads")
     if problems:
         raise CheckpointError(f"{path}: a llama2.c file cannot hold {', '.join(problems)}")
     group_size = math.gcd(_GROUP_SIZE, config.dim) if version == 2 else 0
@@ -236,15 +238,3 @@ def _quantize_groups(block: Array, group_size: int) -> tuple[Array, Array]:
     scale = np.abs(groups).max(axis=1) / np.float32(127)
     quotient = np.divide(groups, scale[:, None], out=np.zeros_like(groups), where=scale[:, None] > 0)
     return np.rint(quotient).astype(np.int8), scale
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file beside `path` that takes its name at the end, or is removed if something fails."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            yield file
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -1,0 +1,88 @@
+"""What formats share below tensors: strict JSON, memory given back while reading, files that appear complete."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jllama.checkpoint.build import CheckpointError
+
+
+def parse_json(data: bytes, origin: str) -> dict[str, Any]:
+    """Parse an object of JSON in UTF-8, in which no key comes twice.
+
+    Raises:
+      CheckpointError: `data` is something else; `origin` says where it is from.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = sorted({key for key in keys if keys.count(key) > 1}) if len(keys) < 1000 else []
+            raise ValueError(f"a key comes twice: {', '.join(map(shown, twice)) or 'among thousands'}")
+        return found
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{origin}: no JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{origin}: JSON of type {type(value).__name__}, expected an object")
+    return value
+
+
+def shown(value: object) -> str:
+    """Write a name or value from a file so that it stays in one line of moderate length."""
+    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def release(data: mmap.mmap) -> None:
+    """Give back the memory of a mapped file's pages; they are read again when needed."""
+    # Pages of the file that were read count as memory of this process until they are given back.
+    if hasattr(data, "madvise"):
+        data.madvise(mmap.MADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file beside `path` that takes its name at the end, or is removed if something fails."""
+    part = _part(path)
+    try:
+        with open(part, "wb") as file:
+            yield file
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make a folder beside `path` that takes its name at the end, or is removed if something fails.
+
+    Raises:
+      CheckpointError: `path` exists, and is not an empty folder.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path}: exists; expected a new folder, or an empty one")
+    part = _part(path)
+    try:
+        part.mkdir()
+        yield part
+        if path.exists():
+            path.rmdir()  # empty; not every system renames onto it
+        os.replace(part, path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _part(path: Path) -> Path:
+    path = path.absolute()
+    return path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -1,0 +1,272 @@
+"""Hugging Face's folders: `config.json`, and safetensors files, one or several with an index.
+
+Two things differ from Meta's layout, which the engine keeps. Within each query and key head the first parts of all
+rotary pairs come first, then the second parts ("half-split"). And GPT-2 stores its matrices `[in, out]`, with those of
+query, key and value as one. Both are undone block by block, while reading.
+Sources: convert_llama_weights_to_hf.py and modeling_gpt2.py of huggingface/transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import logging
+
+from jllama.checkpoint import safetensors
+from jllama.checkpoint.build import (
+    Array,
+    CheckpointError,
+    Contents,
+    Source,
+    expand,
+    optional_shapes,
+    sources_of,
+    tensor_shapes,
+)
+from jllama.checkpoint.files import new_folder, parse_json, shown
+from jllama.checkpoint.huggingface_config import Description, fields_of, is_model, parse
+from jllama.checkpoint.safetensors import Tensor
+from jllama.model import Params
+from jllama.quant import dtype_name
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_ATTENTION = "layers.{}.attention"
+_FEED_FORWARD = "layers.{}.feed_forward"
+_LLAMA = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    **{f"{_ATTENTION}.w{x}": f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkvo"},
+    **{f"{_ATTENTION}.{x}_norm": f"model.layers.{{}}.self_attn.{x}_norm" for x in "qk"},
+    "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    f"{_FEED_FORWARD}.w1": "model.layers.{}.mlp.gate_proj",
+    f"{_FEED_FORWARD}.w2": "model.layers.{}.mlp.down_proj",
+    f"{_FEED_FORWARD}.w3": "model.layers.{}.mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+_GPT2 = {
+    "tok_embeddings": "transformer.wte",
+    "position_embeddings": "transformer.wpe",
+    "layers.{}.attention_norm": "transformer.h.{}.ln_1",
+    **{f"{_ATTENTION}.w{x}": "transformer.h.{}.attn.c_attn" for x in "qkv"},
+    f"{_ATTENTION}.wo": "transformer.h.{}.attn.c_proj",
+    "layers.{}.ffn_norm": "transformer.h.{}.ln_2",
+    f"{_FEED_FORWARD}.w1": "transformer.h.{}.mlp.c_fc",
+    f"{_FEED_FORWARD}.w2": "transformer.h.{}.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+
+# Constants that some files hold beside the weights: rotary frequencies, and GPT-2's causal masks.
+_BUFFERS = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+)
+
+
+class _Place(NamedTuple):
+    """Where a kind of tensor lies in the files."""
+
+    kind: str  # its name in the engine; `{}` stands for the number of each layer
+    shape: tuple[int, ...]
+    name: str  # its name in the files
+    first: int  # of its rows there, after those of other kinds
+    transposed: bool  # as GPT-2's `[in, out]`
+    half_split: bool
+
+
+def recognises(path: Path, head: bytes) -> bool:
+    """Whether `path` is a folder with a model's config.json, or the config.json or a safetensors file in one."""
+    config = _config_file(path)
+    if config == path and (head.lstrip()[:1] != b"{" or b"\0" in head):  # no JSON
+        return False
+    try:
+        return config.is_file() and is_model(parse_json(config.read_bytes(), str(config)))
+    except CheckpointError:
+        return config != path  # reading will say what is wrong
+
+
+def read(path: Path) -> Contents:
+    """Check config and tensors of a model, and map its tensors without reading them.
+
+    `auto` becomes bfloat16 where all matrices are stored as that, else float32: the nearest that loses nothing of
+    float16. A head in the files is used even where the config ties it to the embedding, as transformers 5 does.
+
+    Args:
+      path: the folder; or its config.json, under any name; or one of its safetensors files.
+
+    Raises:
+      CheckpointError: anything missing, left over, wrong or not supported; all of one file is named.
+      OSError: a file cannot be opened.
+    """
+    config = _config_file(path)
+    described = parse(parse_json(config.read_bytes(), str(config)), str(config))
+    tensors = _tensors(path)
+    if described.config.n_layers > len(tensors):
+        raise CheckpointError(
+            f"{config}: num_hidden_layers = {described.config.n_layers}: the files hold only {len(tensors)} tensors"
+        )
+    tied = "lm_head.weight" not in tensors and described.tied is not False
+    if described.tied and not tied:
+        logging.warning("%s: tie_word_embeddings = true, but there is an lm_head.weight: using that", config)
+    places = list(_places(described, tied=tied))
+    if described.family == "gpt2" and not any(name.startswith("transformer.") for name in tensors):
+        places = [place._replace(name=place.name.removeprefix("transformer.")) for place in places]
+    _check(places, tensors, described.config.n_layers, path)
+    sources, matrices = {}, set()
+    for place in places:
+        for kind, name in _names(place, described.config.n_layers):
+            sources[kind] = _source(place, tensors[name], described.config.head_dim)
+            if len(place.shape) == 2:
+                matrices.add(tensors[name].dtype)
+    return Contents(described.config, sources, "bfloat16" if matrices == {"BF16"} else "float32")
+
+
+def save(params: Params, path: str | Path) -> None:
+    """Write a model of the Llama family as a Hugging Face folder, which appears only when it is complete.
+
+    Matrices are stored as they are kept, int8 widened to float32; norms and biases in float32.
+
+    Args:
+      params: the model.
+      path: the folder, which must be new or empty. A tokenizer is not written.
+
+    Raises:
+      CheckpointError: the layout has no place for the model, or the folder is in use.
+      OSError: something cannot be written.
+    """
+    path = Path(path)
+    described = _describe(params, path)
+    dtype = "bfloat16" if dtype_name(params.embedding) == "bfloat16" else "float32"
+    sources, tensors = sources_of(params), {}
+    for place in _places(described, tied=params.output is None):
+        for kind, name in _names(place, params.config.n_layers):
+            source = sources[kind]
+            if place.half_split:
+                source = _regrouped(source, params.config.head_dim, params.config.head_dim // 2)
+            tensors[name] = ("BF16" if dtype == "bfloat16" and len(place.shape) == 2 else "F32", source)
+    with new_folder(path) as folder:
+        with open(folder / WEIGHTS, "wb") as file:
+            safetensors.write(file, tensors)
+        (folder / CONFIG).write_text(json.dumps(fields_of(described, dtype), indent=2) + "\n", encoding="utf-8")
+
+
+def _config_file(path: Path) -> Path:
+    """Return the config.json that goes with a folder or a safetensors file, or any other file itself."""
+    if path.is_dir():
+        return path / CONFIG
+    return path.with_name(CONFIG) if _holds_tensors(path) else path
+
+
+def _holds_tensors(path: Path) -> bool:
+    if path.is_dir():
+        return False
+    with open(path, "rb") as file:  # the name tells a damaged file
+        return path.suffix == ".safetensors" or file.read(9)[4:] == b"\0\0\0\0{"
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Map the tensors of a file, or of all files of a folder, without the buffers among them."""
+    folder = path if path.is_dir() else path.parent
+    index, single = folder / INDEX, path if _holds_tensors(path) else folder / WEIGHTS
+    shards = safetensors.shards(index) if index.is_file() else {}
+    if single.is_file() and single.name not in shards.values():
+        tensors = safetensors.read(single)
+    elif shards:
+        tensors = safetensors.read_shards(index)
+    else:
+        raise CheckpointError(f"{folder}: no weights here; expected {WEIGHTS} or {INDEX}")
+    return {name: tensor for name, tensor in tensors.items() if not _BUFFERS.fullmatch(name)}
+
+
+def _places(described: Description, *, tied: bool) -> Iterator[_Place]:
+    config, is_gpt2 = described.config, described.family == "gpt2"
+    shapes = tensor_shapes(config, tied=tied)
+    has = (described.qkv_bias, described.wo_bias, described.head_norms)
+    for present, group in zip(has, optional_shapes(config), strict=True):
+        shapes |= group if present else {}
+    rows: dict[str, int] = {}
+    for kind, shape in shapes.items():
+        stem, _, suffix = kind.rpartition(".")
+        name = f"{(_GPT2 if is_gpt2 else _LLAMA)[stem]}.{suffix}"
+        transposed = is_gpt2 and len(shape) == 2 and stem.startswith("layers")
+        half_split = config.position == "rope" and stem.rpartition(".")[2] in ("wq", "wk", "q_norm", "k_norm")
+        yield _Place(kind, shape, name, rows.get(name, 0), transposed, half_split)
+        rows[name] = rows.get(name, 0) + shape[0]
+
+
+def _names(place: _Place, n_layers: int) -> Iterator[tuple[str, str]]:
+    """Give the names in the engine and in the files, of each layer."""
+    return zip(expand(place.kind, n_layers), expand(place.name, n_layers), strict=True)
+
+
+def _check(places: list[_Place], tensors: Mapping[str, Tensor], n_layers: int, path: Path) -> None:
+    expected: dict[str, tuple[int, ...]] = {}
+    for place in places:
+        shape = (place.first + place.shape[0], *place.shape[1:])
+        expected |= {name: shape[::-1] if place.transposed else shape for _, name in _names(place, n_layers)}
+    problems = []
+    for name, shape in expected.items():
+        if name not in tensors:
+            problems.append(f"{name} is missing, expected {list(shape)}")
+            continue
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            problems.append(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
+        if tensor.dtype not in safetensors.FLOATS:
+            problems.append(f"{name} is {tensor.dtype}, expected {', '.join(safetensors.FLOATS)}")
+    problems += [f"{shown(name)} is not a tensor of this model" for name in tensors if name not in expected]
+    if problems:
+        raise CheckpointError(f"{path}: {'; '.join(problems)}")
+
+
+def _source(place: _Place, tensor: Tensor, head_dim: int) -> Source:
+    def read(start: int, stop: int) -> Array:
+        whole = tensor.view()
+        return (whole.T if place.transposed else whole)[place.first + start : place.first + stop]
+
+    source = Source(place.shape, read)
+    return _regrouped(source, head_dim, 2) if place.half_split else source
+
+
+def _regrouped(source: Source, head_dim: int, groups: int) -> Source:
+    """Give the rows of each head, `groups` groups of them, in another order: the first of each group, then the second.
+
+    With 2 groups, halves become pairs; with head_dim / 2 groups, pairs become halves.
+    """
+
+    def read(start: int, stop: int) -> Array:
+        first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim  # whole heads
+        block = source.read(first, last)
+        heads = block.reshape(-1, groups, head_dim // groups, *block.shape[1:]).swapaxes(1, 2)
+        return heads.reshape(block.shape)[start - first : stop - first]
+
+    return Source(source.shape, read)
+
+
+def _describe(params: Params, path: Path) -> Description:
+    """Find the family that has everything that a model has."""
+    config, layer = params.config, params.layers[0]
+    qkv_bias, wo_bias, head_norms = (x is not None for x in (layer.wqkv.bias, layer.wo.bias, layer.q_norm))
+    if head_norms:
+        family = "qwen3"
+    elif qkv_bias and not wo_bias:
+        family = "qwen2"
+    else:
+        family = "mistral" if config.sliding_window is not None else "llama"
+    described = Description(family, config, params.output is None, qkv_bias, wo_bias, head_norms)
+
+    def flat(x: Description) -> dict[str, Any]:
+        return dataclasses.asdict(x.config) | x._asdict() | {"config": None}
+
+    kept = flat(parse(fields_of(described, "float32"), str(path)))
+    if lost := [f"{name} = {value}" for name, value in flat(described).items() if kept[name] != value]:
+        raise CheckpointError(f"{path}: a Hugging Face folder of type {family} cannot hold {', '.join(lost)}")
+    return described
