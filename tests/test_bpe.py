@@ -1,12 +1,15 @@
 """Byte-pair encoding: values of other programs, the library's own tokenizer as an oracle, and wrong files."""
 
 import base64
+import contextlib
 import importlib.util
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -290,7 +293,13 @@ def test_a_control_token_in_the_vocabulary_is_out_of_reach(ignore_merges, oracle
         assert not set(tok.encode(text)) & {0, 1, 2}
 
 
-BEGINS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}]}
+BEGINS = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}},
+}
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
 
 
 @pytest.mark.parametrize(
@@ -300,8 +309,8 @@ BEGINS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|be
         (None, True, True),
         (BEGINS, None, True),
         (BEGINS, False, False),
-        ({"type": "Sequence", "processors": [{"type": "ByteLevel"}, BEGINS]}, None, True),
-        ({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}]}, None, False),
+        ({"type": "Sequence", "processors": [BYTES, BEGINS]}, None, True),
+        (BEGINS | {"single": BEGINS["single"][1:]}, None, False),
     ],
 )
 def test_bos_is_added_where_the_model_wants_it(processor, stated, add_bos, oracle, tmp_path):
@@ -392,7 +401,6 @@ FIRST = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "
 
 @pytest.mark.parametrize("changes", [{}, {"normalizer": None, "pre_tokenizer": FIRST}])
 def test_a_sentencepiece_model_as_tokenizer_json(changes, shared, golden, tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece")
     model = shared / "models" / "llama2-tokenizer" / "tokenizer.model"
     spec = sentencepiece_like(sentencepiece.SentencePieceProcessor(model_file=str(model)), **changes)
     tok, own = write(tmp_path, spec, config={"bos_token_id": 1, "eos_token_id": 2}), tokenizer.load(model)
@@ -414,10 +422,16 @@ def test_a_sentencepiece_model_as_tokenizer_json(changes, shared, golden, tmp_pa
     ("change", "message"),
     [
         ({"model": {"type": "Unigram", "vocab": []}}, "model.type is 'Unigram'; expected 'BPE'"),
-        ({"model": {"type": "BPE", "vocab": [], "merges": []}}, "model.vocab is no object.*; has neither bytes"),
+        (
+            {"model": {"type": "BPE", "vocab": []}, "added_tokens": 3},
+            "model.vocab is no object.*; added_tokens is no list",
+        ),
+        ({"model": toy()["model"] | {"unk_token": None}}, "neither bytes, model.byte_fallback nor"),
+        ({"model": toy()["model"] | {"unk_token": "x"}}, "model.unk_token is 'x', expected one of model.vocab"),
+        ({"added_tokens": [{"id": 10**12, "content": "x"}]}, "added_tokens is no list"),
         ({"added_tokens": [{"content": "x"}]}, "added_tokens is no list of objects"),
         (
-            {"added_tokens": [], "model": toy()["model"] | {"vocab": {"a": 0}, "merges": []}},
+            {"added_tokens": [], "model": toy()["model"] | {"vocab": {"a": 0}, "merges": [], "unk_token": "a"}},
             "no end of text; expected eos",
         ),
         ({"model": toy()["model"] | {"merges": ["a z"]}}, "Token `z` out of vocabulary"),
@@ -429,6 +443,45 @@ def test_a_wrong_tokenizer_json_is_named(change, message, tmp_path):
         write(tmp_path, toy() | change)
     assert str(tmp_path / "tokenizer.json") in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def places(node, path=()):
+    """Every place in a JSON value."""
+    yield path
+    for key in node if isinstance(node, dict) else range(min(len(node), 2)) if isinstance(node, list) else ():
+        yield from places(node[key], (*path, key))
+
+
+@pytest.mark.parametrize("odd", [None, 3, -1, "x", [], [3], {}, {"type": "Sequence"}])
+def test_odd_values_anywhere_raise_nothing_else(odd, tmp_path):
+    spec = toy() | {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [FIRST]},
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]},
+        "post_processor": {"type": "Sequence", "processors": [BEGINS]},
+    }
+    beside = {"tokenizer_config": {"eos_token": {"content": "</s>"}, "bos_token": "a"}, "config": {"eos_token_id": [5]}}
+    for path in places({"tokenizer": spec, **beside}):
+        files = json.loads(json.dumps({"tokenizer": spec, **beside}))
+        if len(path) > 1:
+            node = files
+            for key in path[:-1]:
+                node = node[key]
+            node[path[-1]] = odd
+        with contextlib.suppress(TokenizerError):
+            tok = write(tmp_path, files["tokenizer"], **{name: files[name] for name in beside})
+            tok.decode(tok.prompt_ids("abc"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "old/vocab.json", "old/merges.txt"])
+def test_a_file_cut_anywhere_raises_nothing_else(name, folder, tmp_path):
+    for file in ("tokenizer.json", "old/vocab.json", "old/merges.txt"):
+        (tmp_path / Path(file).name).write_bytes((folder / file).read_bytes())
+    data = (folder / name).read_bytes()
+    for n in range(0, len(data), 97):
+        (tmp_path / Path(name).name).write_bytes(data[:n])
+        with contextlib.suppress(TokenizerError):
+            tokenizer.load(tmp_path / name.removeprefix("old/").replace("merges.txt", "vocab.json"))
+            assert name == "old/merges.txt"  # which may end after any line
 
 
 @pytest.mark.parametrize(
@@ -604,32 +657,86 @@ def test_kinds_of_tokens_and_ends_of_turns(oracle):
     assert tok.prompt_ids("the")[0] == 0
 
 
-def test_sentencepiece_pieces_in_gguf(shared, golden):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sp = sentencepiece.SentencePieceProcessor(
-        model_file=str(shared / "models" / "llama2-tokenizer" / "tokenizer.model")
-    )
+def sentencepiece_metadata(sp):
+    """What the header of a GGUF file says about a SentencePiece model."""
     ids = range(sp.vocab_size())
-    metadata = {
+    kinds = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in ids]
+    return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [sp.id_to_piece(i) for i in ids],
         "tokenizer.ggml.scores": np.array([sp.get_score(i) for i in ids], np.float32),
-        "tokenizer.ggml.token_type": np.array(
-            [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in ids]
-        ),
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
     }
+
+
+def test_sentencepiece_pieces_in_gguf(shared, golden):
+    model = shared / "models" / "llama2-tokenizer" / "tokenizer.model"
+    metadata = sentencepiece_metadata(sentencepiece.SentencePieceProcessor(model_file=str(model)))
     tok = gguf.from_metadata(metadata, Path("made up"))
     for case in golden["encode"]:
         if case["llama2_runc"] is not None:
             assert tok.encode(case["text"]) == case["llama2_runc"], case["name"]
     for case in golden["decode_llama2"]:
         assert streamed(tok, case["ids"]) == (case["pieces"], case["flush"]), case["name"]
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """A small SentencePiece model."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT * 5),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=330,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@pytest.fixture(scope="session", params=["gguf", "tokenizer.json"])
+def spaced(request, trained, tmp_path_factory):
+    """Its pieces in two other formats."""
+    if request.param == "gguf":
+        return gguf.from_metadata(sentencepiece_metadata(trained), Path("made up"))
+    folder = tmp_path_factory.mktemp("spaced")
+    return write(folder, sentencepiece_like(trained), tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"})
+
+
+@settings(deadline=None)
+@given(text=st.text() | st.text(ODD) | st.text("the cat"))
+def test_sentencepiece_pieces_give_the_ids_of_sentencepiece(trained, spaced, text):
+    text = text.replace(SPACE, "")  # SentencePiece takes it for a space
+    ids = spaced.encode(text)
+    assert ids == trained.encode(text)
+    pieces, end = streamed(spaced, ids)
+    assert "".join(pieces) + end == spaced.decode(ids) == text
+    assert spaced.decode([1, *ids, 2]) == text
+
+
+def test_sentencepiece_pieces_and_control_tokens(spaced):
+    assert (spaced.bos, spaced.eos) == (1, 2)
+    assert not {0, 1, 2} & set(spaced.encode("a<s>b</s><unk>"))
+    assert spaced.encode_template("<s>the</s>") == [1, *spaced.encode("the"), 2]
+    assert spaced.encode_template(spaced.guard("<s>the</s>")) == spaced.encode("<s>the</s>")
+    (the,) = spaced.encode("the")
+    assert StreamDecoder(spaced, [1, the]).feed(the) == " the"
+
+
+def test_a_gguf_file_may_put_no_space_before_a_text(trained):
+    metadata = sentencepiece_metadata(trained) | {"tokenizer.ggml.add_bos_token": False}
+    tok = gguf.from_metadata(metadata | {"tokenizer.ggml.add_space_prefix": False}, Path("made up"))
+    assert tok.encode(" the") == trained.encode("the")
+    assert tok.decode(tok.encode(" the")) == " the"
+    assert tok.prompt_ids(" the") == trained.encode("the")
     assert tok.prompt_ids("") == [1]
-    without = gguf.from_metadata(metadata | {"tokenizer.ggml.add_space_prefix": False}, Path("made up"))
-    assert without.decode(without.encode(" the")) == " the"
-    assert without.encode(" the") == tok.encode("the")
 
 
 @pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_0"])

@@ -25,7 +25,7 @@ class Tokenizer(ABC):
         the encoder puts a space before a text, which has to go again.
       bos: id that begins a text.
       eos: id that ends one.
-      special: the control tokens.
+      special: the control tokens, None for none.
       add_bos: whether the model wants BOS before every text.
       stop_ids: ids that end a generation and are never shown; None is BOS and EOS, as llama2.c's models end a story
         with BOS.
@@ -43,7 +43,7 @@ class Tokenizer(ABC):
         *,
         bos: int,
         eos: int,
-        special: Special,
+        special: Special | None = None,
         add_bos: bool = True,
         stop_ids: tuple[int, ...] | None = None,
     ) -> None:
@@ -51,7 +51,7 @@ class Tokenizer(ABC):
         self.vocab_size = len(pieces)
         self.bos = bos
         self.eos = eos
-        self.special = special
+        self.special = special or Special({})
         self.add_bos = add_bos
         self.stop_ids = (bos, eos) if stop_ids is None else stop_ids
 

@@ -19,6 +19,9 @@ from jllama.tokenizer.bpe import GPT2_SPLIT, BPETokenizer, Merges, Pieces, build
 from jllama.tokenizer.sentencepiece import BYTE, SPACE
 from jllama.tokenizer.special import ENDS, LOOKS_CONTROL, LOOKS_NAME, Special
 
+_MAX_ID = 2**22  # far above any vocabulary's, and a list so long still fits
+_EMPTY = {"type": "BPE", "vocab": {}, "merges": []}
+
 
 def recognises(head: bytes) -> bool:
     """Whether a file that begins with `head` holds a JSON object."""
@@ -34,7 +37,7 @@ def read(path: Path) -> Tokenizer:
     spec = _json(path)
     if isinstance(spec.get("model"), dict):
         return _read_tokenizer(spec, path)
-    if spec and all(isinstance(i, int) and i >= 0 for i in spec.values()):
+    if spec and all(map(_is_id, spec.values())):
         return _read_vocab(spec, path)
     raise TokenizerError(
         f"{path}: JSON with {', '.join(map(repr, list(spec)[:5]))}; expected tokenizer.json or vocab.json"
@@ -137,24 +140,25 @@ def _check(spec: Mapping[str, Any], path: Path) -> None:
     if model.get("type", "BPE") != "BPE":
         raise TokenizerError(f"{path}: model.type is {model['type']!r}; expected 'BPE'")
     problems = []
-    vocab = model.get("vocab")
-    if not isinstance(vocab, dict) or not all(isinstance(i, int) and i >= 0 for i in vocab.values()):
+    vocab, unknown = model.get("vocab"), model.get("unk_token")
+    if not isinstance(vocab, dict) or not all(map(_is_id, vocab.values())):
         problems.append("model.vocab is no object of ids")
-    if not isinstance(added, list) or not all(_is_added(token) for token in added):
+    elif unknown is not None and (not isinstance(unknown, str) or unknown not in vocab):
+        problems.append(f"model.unk_token is {unknown!r}, expected one of model.vocab")
+    if not isinstance(added, list) or not all(
+        isinstance(token, dict) and isinstance(token.get("content"), str) and _is_id(token.get("id")) for token in added
+    ):
         problems.append("added_tokens is no list of objects with an id and a content")
-    types = {*_types(spec.get("pre_tokenizer")), *_types(spec.get("decoder"))}
-    if "ByteLevel" not in types and not model.get("byte_fallback") and model.get("unk_token") is None:
-        problems.append("has neither bytes, model.byte_fallback nor model.unk_token for characters without a token")
     raise_all(problems, path)
+    # The library knows the shapes of all the rest.
+    _library({**spec, "added_tokens": [], "model": _EMPTY}, path)
+    types = {*_types(spec.get("pre_tokenizer")), *_types(spec.get("decoder"))}
+    if "ByteLevel" not in types and not model.get("byte_fallback") and unknown is None:
+        raise TokenizerError(f"{path}: neither bytes, model.byte_fallback nor model.unk_token for unknown characters")
 
 
-def _is_added(token: object) -> bool:
-    return (
-        isinstance(token, dict)
-        and isinstance(token.get("content"), str)
-        and isinstance(i := token.get("id"), int)
-        and i >= 0
-    )
+def _is_id(i: object) -> bool:
+    return isinstance(i, int) and 0 <= i < _MAX_ID
 
 
 def _named(numbers: Iterable[int], ids: Mapping[str, int]) -> dict[str, int]:
@@ -195,9 +199,8 @@ def _libraries(
     inside = words.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
     if inside == words:
         return library, None
-    shell = {"type": "BPE", "vocab": {}, "merges": []}
     continuing = tokenizers.Tokenizer(library.model)  # which is shared, not copied
-    continuing.pre_tokenizer = _library({"pre_tokenizer": json.loads(inside), "model": shell}, path).pre_tokenizer
+    continuing.pre_tokenizer = _library({"pre_tokenizer": json.loads(inside), "model": _EMPTY}, path).pre_tokenizer
     if library.normalizer is not None:
         continuing.normalizer = library.normalizer
     flags = ("single_word", "lstrip", "rstrip", "normalized")
