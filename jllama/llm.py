@@ -90,9 +90,10 @@ class LLM:
         Raises:
           ValueError: they disagree on the size of the vocabulary.
         """
-        if tokenizer.vocab_size != params.config.vocab_size:
+        size = params.config.vocab_size
+        if tokenizer.vocab_size > size or (tokenizer.vocab_size < size and not tokenizer.padded):
             raise ValueError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens and the model {params.config.vocab_size}: "
+                f"the tokenizer has {tokenizer.vocab_size} tokens and the model {size}: "
                 "expected the tokenizer that the model was trained with"
             )
         self.params = params

