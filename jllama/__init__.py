@@ -1,7 +1,8 @@
 """jllama: a functional inference engine for Llama-family models on JAX."""
 
 from jllama.checkpoint import CheckpointError
-from jllama.llm import LLM, Completion, Prompt, Score
+from jllama.generation import Completion, Prompt
+from jllama.llm import LLM, Score
 from jllama.settings import Settings
 from jllama.tokenizer import TokenizerError
 

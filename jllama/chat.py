@@ -215,8 +215,7 @@ class Conversation:
     def ask(self, question: str, limit: int) -> Asked:
         """Return the ids that end in a question, with the oldest whole turns left out until they are `limit` at most.
 
-        Without such a loss they extend those of the question before, as far as the template and the tokenizer allow:
-        `common_prefix` tells how far.
+        Without such a loss they extend those of the question before, as far as the template and the tokenizer allow.
 
         Raises:
           ChatError: the question alone is longer, or the template doesn't take these messages.
@@ -224,7 +223,7 @@ class Conversation:
         """
         for dropped in range(len(self.turns) + 1):
             kept = dataclasses.replace(self, turns=self.turns[dropped:])
-            ids = self.template.render(kept._messages(question))
+            ids = self.template.render([*kept.messages(), {"role": "user", "content": question}])
             if len(ids) <= limit:
                 return Asked(ids, kept, dropped)
         raise ChatError(f"the question has {len(ids)} tokens with the system message and the template; {limit} fit")
@@ -233,13 +232,9 @@ class Conversation:
         """Return the conversation with one more turn."""
         return dataclasses.replace(self, turns=(*self.turns, (question, answer)))
 
-    def _messages(self, question: str) -> list[Message]:
-        messages = [{"role": "system", "content": self.system}] if self.system else []
+    def messages(self) -> list[Message]:
+        """Return the system message and the turns, each a `role` and a `content`."""
+        messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         for user, assistant in self.turns:
             messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-        return [*messages, {"role": "user", "content": question}]
-
-
-def common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
-    """Return how many ids two sequences begin with in common: so much of a cache of `old` serves `new`."""
-    return next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        return messages

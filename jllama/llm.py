@@ -1,59 +1,28 @@
-"""`LLM`: a model and its tokenizer in one hand. Text in, text out: batches, streams, stop strings, scores."""
+"""`LLM`: a model and its tokenizer in one hand. Text in, text out: batches, streams, scores."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 import jax
 import numpy as np
 
-from jllama import checkpoint, decode, tokenizer
+from jllama import checkpoint, decode, generation, tokenizer
 from jllama.checkpoint import hub
+from jllama.generation import Completion, Prompt, Row
 from jllama.model import Params
 from jllama.quant import dtype_name
-from jllama.runner import Batch, Runner, Timings
+from jllama.runner import Runner, Timings
 from jllama.settings import Overrides, Settings
-from jllama.text import StopStrings, StreamDecoder
 from jllama.tokenizer import Tokenizer
 
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
 _SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
-_CHUNK_SECONDS = 0.05  # how long a stream may keep a reader waiting for the next piece
-_MAX_CHUNK = 64  # steps between two looks at the text
 _WINDOW_BATCHES = 16  # batches whose prompts are sorted together
-_ALL = 2**30  # steps: more than any context holds
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A text to continue, and how."""
-
-    text: str
-    settings: Settings = dataclasses.field(default_factory=Settings)
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A continued prompt.
-
-    Args:
-      prompt: the prompt's text.
-      text: what follows it, up to a stop string.
-      tokens: the generated ids, without the one that ended the text.
-      logprobs: the natural log of the model's probability of each of them, before any sampling setting.
-      finish_reason: "stop" (end-of-text token or stop string) or "length" (max_new_tokens, or the context is full).
-    """
-
-    prompt: str
-    text: str
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: Literal["stop", "length"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,11 +148,11 @@ class LLM:
         if batch_size < 1:
             raise ValueError(f"batch_size = {batch_size}: expected 1 or more")
         prompts = iter(prompts)
-        while window := [_Row(self, p) for p in itertools.islice(prompts, _WINDOW_BATCHES * batch_size)]:
+        while window := [self._row(p) for p in itertools.islice(prompts, _WINDOW_BATCHES * batch_size)]:
             in_order = sorted(window, key=lambda row: len(row.ids))
             for i in range(0, len(window), batch_size):
                 batch = in_order[i : i + batch_size]
-                for _ in self._run(batch, stream=False):
+                for _ in generation.run(self.runner, batch, self.tokenizer.stop_ids, stream=False):
                     pass
                 progress(len(batch))
             yield from (row.completion() for row in window)
@@ -194,16 +163,11 @@ class LLM:
         The pieces, joined, are the `text` of `generate` for the same prompt and settings; the generator returns the
         completion. Raises like `generate`.
         """
-        row = _Row(self, prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
-        return self._stream(row)
+        row = self._row(prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
+        return generation.stream(self.runner, row, self.tokenizer.stop_ids)
 
-    def _stream(self, row: _Row) -> Generator[str, None, Completion]:
-        sent = 0
-        for _ in self._run([row], stream=True):
-            if piece := row.text[sent:]:
-                sent += len(piece)
-                yield piece
-        return row.completion()
+    def _row(self, prompt: Prompt) -> Row:
+        return Row(self.tokenizer, prompt, self.encode(prompt))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turn a prompt into ids, the beginning-of-text token first.
@@ -235,70 +199,3 @@ class LLM:
         if not np.isfinite(logprobs).all():
             raise FloatingPointError("non-finite logits: the weights hold NaN or infinity")
         return Score(logprobs, best, len(text.encode()))
-
-    def _run(self, rows: list[_Row], *, stream: bool) -> Iterator[None]:
-        """Generate for a batch, telling each row its new tokens; yield whenever there are some."""
-        batch = Batch(
-            self.runner, [row.ids for row in rows], [row.prompt.settings for row in rows], self.tokenizer.stop_ids
-        )
-        # Stop strings and readers want to see the text now and then; the chunks grow to what a reader may wait for.
-        steps = 1 if stream or any(row.prompt.settings.stop for row in rows) else _ALL
-        while True:
-            for i, row in enumerate(rows):
-                if row.finish_reason is None:
-                    row.take(*batch.take(i), done=bool(batch.done[i]))
-                if row.finish_reason is not None:
-                    batch.end(i)
-            yield
-            if batch.done.all():
-                return
-            began = time.perf_counter()
-            batch.advance(steps)
-            if steps < _MAX_CHUNK and time.perf_counter() - began < _CHUNK_SECONDS:
-                steps *= 2
-
-
-class _Row:
-    """The text of one prompt's continuation as it comes in."""
-
-    def __init__(self, llm: LLM, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self.ids = llm.encode(prompt)
-        self.text = ""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.finish_reason: Literal["stop", "length"] | None = None
-        self._stop_ids = llm.tokenizer.stop_ids
-        self._decoder = StreamDecoder(llm.tokenizer, self.ids)
-        self._stops = StopStrings(prompt.settings.stop)
-
-    def take(self, ids: Sequence[int], logprobs: Sequence[float], *, done: bool) -> None:
-        """Add generated tokens; with `done` no more will come."""
-        for token, logprob in zip(ids, logprobs, strict=True):
-            if token in self._stop_ids:
-                self._finish("stop")
-                return
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            if self._add(self._decoder.feed(token)):
-                self.finish_reason = "stop"
-                return
-        if done:
-            self._finish("length")
-
-    def _add(self, text: str) -> bool:
-        safe, stopped = self._stops.feed(text)
-        self.text += safe
-        return stopped
-
-    def _finish(self, reason: Literal["stop", "length"]) -> None:
-        """End the text: what was held back comes out, unless it completes a stop string."""
-        stopped = self._add(self._decoder.flush())
-        if not stopped:
-            held, stopped = self._stops.flush()
-            self.text += held
-        self.finish_reason = "stop" if stopped else reason
-
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        return Completion(self.prompt.text, self.text, self.tokens, self.logprobs, self.finish_reason)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 
-from jllama.llm import Prompt
+from jllama.generation import Prompt
 from jllama.settings import Settings
 
 

@@ -72,11 +72,24 @@ class Runner:
         setattr(self.timings, f"{phase}_seconds", getattr(self.timings, f"{phase}_seconds") + spent)
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A cache of one row, left by an earlier batch, and the ids whose keys and values are in it."""
+
+    state: decode.State
+    ids: list[int]
+
+
 class Batch:
     """Rows that are generated together: their `State`, and how much of it was handed out."""
 
     def __init__(
-        self, runner: Runner, prompts: Sequence[Sequence[int]], settings: Sequence[Settings], stop_ids: Sequence[int]
+        self,
+        runner: Runner,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[Settings],
+        stop_ids: Sequence[int],
+        kept: Kept | None = None,
     ) -> None:
         """Read the prompts and draw the first token of each.
 
@@ -85,6 +98,7 @@ class Batch:
           prompts: ids of each row.
           settings: of each row.
           stop_ids: the tokens that end a row.
+          kept: what an earlier batch of one row left; it is used up. Only what its ids lack of the prompt is read.
 
         Raises:
           ValueError: a prompt that the model can't read.
@@ -98,25 +112,43 @@ class Batch:
         ends = [min(n + s.max_new_tokens, context) for n, s in zip(self._taken.tolist(), settings, strict=False)]
         self._stop = Stop(jnp.array(stop_ids, jnp.int32), jnp.array(ends + [1] * spare, jnp.int32))
         self._sampling = to_sampling([*settings, *[Settings()] * spare])
-        self._read(prompts)
+        self._read(prompts, kept)
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> None:
-        longest = int(self._taken.max())
-        rows = len(self._taken)
-        tokens = np.zeros((rows, cache_slots(longest + 1)), np.int32)
-        for row, ids in zip(tokens, prompts, strict=False):
-            row[: len(ids)] = ids
-        width = block_width(rows, longest)
+    def _read(self, prompts: Sequence[Sequence[int]], kept: Kept | None) -> None:
+        rows, longest = len(self._taken), int(self._taken.max())
+        # The last token is read in any case: its logits are wanted.
+        begin = 0 if kept is None else min(common_prefix(kept.ids, prompts[0]), longest - 1)
+        width = block_width(rows, longest - begin)
+        blocks = range(begin, longest, width)
+        slots = cache_slots(max(longest + 1, blocks[-1] + width))
         call, params = self._runner.call, self._runner.params
         with self._runner.timed("prompt"):
-            state = call(decode.compiled_start, params, jnp.asarray(tokens), jnp.asarray(self._taken), self._stop)
-            for first in range(0, longest, width):
+            cache = None
+            if kept is not None:
+                slots = max(slots, kept.state.tokens.shape[1])
+                state = kept.state
+                if slots > state.tokens.shape[1]:
+                    state = call(decode.compiled_grow, state, slots=slots)
+                cache = state.cache
+            tokens = np.zeros((rows, slots), np.int32)
+            for row, ids in zip(tokens, prompts, strict=False):
+                row[: len(ids)] = ids
+            state = call(
+                decode.compiled_start, params, jnp.asarray(tokens), jnp.asarray(self._taken), self._stop, cache
+            )
+            for first in blocks:
                 state = call(
                     decode.compiled_read_prompt,
                     params, state, self._sampling, self._stop, np.int32(first), width=width,
                 )  # fmt: skip
             self._fetch(state)
-        self._runner.timings.prompt_tokens += sum(map(len, prompts))
+        self._runner.timings.prompt_tokens += sum(map(len, prompts)) - begin
+
+    def keep(self) -> Kept | None:
+        """Return what a following batch can use; None where a step was broken off. This batch is over then."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+            return None
+        return Kept(self._state, self._tokens[0, : self._pos[0]].tolist())
 
     def _fetch(self, state: decode.State) -> None:
         self._state = state
@@ -151,9 +183,15 @@ class Batch:
         self.done[row] = True
 
 
+def common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
+    """Return how many ids two sequences begin with in common."""
+    return next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
 def block_width(rows: int, longest: int) -> int:
     """Return how many tokens of each of `rows` prompts, the longest of `longest`, are read at a time."""
-    return min(power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, _BLOCK_TOKENS // rows)))
+    most = _BLOCK_TOKENS // power_of_two(rows)
+    return min(power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, most)))
 
 
 def cache_slots(tokens: int) -> int:

@@ -8,6 +8,7 @@ import pytest
 from console import Run
 
 from jllama import cli
+from jllama.flags import FLAGS
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -28,12 +29,12 @@ def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Run the command line in this process: exit code, stdout, stderr."""
 
     def call(*args: str) -> tuple[int, str, str]:
-        for name in cli.FLAGS:
-            cli.FLAGS[name].unparse()
+        for name in FLAGS:
+            FLAGS[name].unparse()
         capfd.readouterr()
         code = cli.main(["jllama", "--compile_cache=", *args])  # the user's own cache is not for tests
         return code, *capfd.readouterr()
 
     yield call
-    for name in cli.FLAGS:
-        cli.FLAGS[name].unparse()
+    for name in FLAGS:
+        FLAGS[name].unparse()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
 from jllama import tokenizer
-from jllama.chat import ChatError, Conversation, Template, common_prefix, find_template
+from jllama.chat import ChatError, Conversation, Template, find_template
+from jllama.runner import common_prefix
 from jllama.tokenizer import TokenizerError
 from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, alphabet
 

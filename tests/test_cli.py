@@ -13,8 +13,8 @@ import oracle
 import pytest
 from console import Run, error
 
-from jllama import cli
 from jllama.config import Config
+from jllama.flags import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -176,7 +176,7 @@ def test_what_no_model_says(run: Run) -> None:
 def test_help(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for name in [f"--{holder.name}" for group in cli.GROUPS.values() for holder in group]:
+    for name in [f"--{holder.name}" for group in GROUPS.values() for holder in group]:
         assert name in out
     assert max(map(len, out.splitlines())) <= 120
 

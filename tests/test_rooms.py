@@ -21,12 +21,16 @@ ROOMS = {
     "checkpoint": {"config", "quant", "model", "gguf_file"},
     "settings": {"sampling"},
     "runner": {"decode", "model", "settings"},
-    "llm": {"checkpoint", "decode", "model", "quant", "runner", "settings", "text", "tokenizer"},
-    "prompts": {"llm", "settings"},
+    "generation": {"runner", "settings", "text", "tokenizer"},
+    "llm": {"checkpoint", "decode", "generation", "model", "quant", "runner", "settings", "tokenizer"},
+    "prompts": {"generation", "settings"},
+    "session": {"chat", "generation", "llm", "runner", "settings"},
     "bench": {"decode", "model", "quant", "runner", "sampling", "settings"},
     "report": {"bench"},
-    "cli": {"bench", "report", "checkpoint", "config", "llm", "model", "prompts", "settings", "tokenizer"},
-    "__init__": {"checkpoint", "llm", "settings", "tokenizer"},
+    "flags": {"checkpoint", "settings"},
+    "cli": {"bench", "chat", "checkpoint", "config", "generation", "llm", "model", "prompts", "report", "session"}
+    | {"flags", "settings", "tokenizer"},
+    "__init__": {"checkpoint", "generation", "llm", "settings", "tokenizer"},
 }
 
 
