@@ -292,12 +292,10 @@ def _params(dtype: str) -> Params:
 def _report(llm: LLM, load_seconds: float) -> None:
     """Say on standard error where the time went."""
     t = llm.timings
-    print(
-        f"load {load_seconds:.2f} s, compile {t.compile_seconds:.2f} s, "
-        f"prompt {_rate(t.prompt_tokens, t.prompt_seconds)}, generation {_rate(t.decode_tokens, t.decode_seconds)}",
-        file=sys.stderr,
-    )
+    phases = [("prompt", t.prompt_tokens, t.prompt_seconds), ("generation", t.decode_tokens, t.decode_seconds)]
+    rates = [f"{name} {_rate(tokens, seconds)}" for name, tokens, seconds in phases if seconds]
+    print(", ".join([f"load {load_seconds:.2f} s", f"compile {t.compile_seconds:.2f} s", *rates]), file=sys.stderr)
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0:.1f} tokens/s)"
+    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"

@@ -11,7 +11,8 @@ from typing import Unpack
 import jax
 import numpy as np
 
-from jllama import checkpoint, decode, generation, tokenizer
+from jllama import checkpoint, decode, generation
+from jllama import tokenizer as tokenizers
 from jllama.checkpoint import hub
 from jllama.generation import Completion, Prompt, Row
 from jllama.model import Params
@@ -74,7 +75,7 @@ class LLM:
         cls,
         path: str | Path,
         *,
-        tokenizer_path: str | Path | None = None,
+        tokenizer: str | Path | None = None,
         dtype: str = "auto",
         rope_theta: float | None = None,
     ) -> LLM:
@@ -82,7 +83,7 @@ class LLM:
 
         Args:
           path: the checkpoint.
-          tokenizer_path: its tokenizer; None looks beside the checkpoint.
+          tokenizer: the file of its tokenizer; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
 
@@ -92,7 +93,7 @@ class LLM:
           ValueError: they don't fit each other.
         """
         path = hub.local(path)
-        found = tokenizer.load(tokenizer.find(path) if tokenizer_path is None else Path(tokenizer_path))
+        found = tokenizers.load(tokenizers.find(path) if tokenizer is None else tokenizer)
         return cls(checkpoint.load(path, dtype=dtype, rope_theta=rope_theta), found)
 
     @property
@@ -194,7 +195,9 @@ class LLM:
         blocks = -(-len(ids) // (width * rows))
         windows = np.pad(ids, (0, blocks * rows * width - len(ids))).reshape(blocks, rows, width)
         windows = np.pad(windows, ((0, 0), (0, 0), (1, 0)), constant_values=self.tokenizer.bos)
-        scored = [jax.device_get(self.runner.call(decode.compiled_score, self.params, block)) for block in windows]
+        with self.runner.timed("prompt"):
+            scored = [jax.device_get(self.runner.call(decode.compiled_score, self.params, block)) for block in windows]
+        self.timings.prompt_tokens += len(ids)
         logprobs, best = (np.concatenate([np.ravel(s) for s in part])[: len(ids)] for part in zip(*scored, strict=True))
         if not np.isfinite(logprobs).all():
             raise FloatingPointError("non-finite logits: the weights hold NaN or infinity")

@@ -1,5 +1,6 @@
 """What every test shares: strict JAX settings, and the folder of reference files."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from jllama.flags import FLAGS
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Many tests compile the same small programs: each of them once a session.
+_programs = tempfile.TemporaryDirectory(prefix="jllama-tests-")
+jax.config.update("jax_compilation_cache_dir", _programs.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 

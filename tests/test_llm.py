@@ -331,8 +331,8 @@ def test_keyword_arguments_are_the_fields_of_the_settings() -> None:
 def test_load_finds_the_tokenizer_and_fits_it(shared: Path) -> None:
     folder = shared / "models/stories260K"
     with pytest.raises(ValueError, match=r"32000.*512"):
-        LLM.load(folder / "stories260K.bin", tokenizer_path=shared / "models/llama2-tokenizer/tokenizer.bin")
-    old = LLM.load(folder / "stories260K.bin", tokenizer_path=folder / "tok512_old.bin")
+        LLM.load(folder / "stories260K.bin", tokenizer=shared / "models/llama2-tokenizer/tokenizer.bin")
+    old = LLM.load(folder / "stories260K.bin", tokenizer=folder / "tok512_old.bin")
     assert LLAMA2C_TEST.startswith(old.generate([""], temperature=0, max_new_tokens=20)[0].text)
     with pytest.raises(ValueError, match="scores"):
         old.generate(["Once"])

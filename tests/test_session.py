@@ -47,7 +47,7 @@ def fresh_answer(chat: Session, text: str) -> str:
 
 
 def test_answers_with_a_kept_cache_equal_those_without() -> None:
-    chat = session(system="be terse")
+    chat = session(context=128, system="be terse")
     text = "sbe terse."
     read = 0
     for question in ("hello", "what", "x", "a longer question"):
@@ -55,8 +55,8 @@ def test_answers_with_a_kept_cache_equal_those_without() -> None:
         answer = ask(chat, question)
         assert answer == fresh_answer(chat, text)
         new = chat.llm.timings.prompt_tokens - read
-        # BOS and the system message once; then the question with its marks, and at most the answer's last token
-        assert new == len(text) + 1 if not read else len(question) + 4 <= new <= len(question) + 5
+        # BOS and the system message once; then the question with its marks, and what of the answer was not cached
+        assert new == len(text) + 1 if not read else len(question) + 4 <= new < len(question) + 10
         read += new
         text += f"{answer}."
     assert [turn for turn, _ in chat.conversation.turns] == ["hello", "what", "x", "a longer question"]
