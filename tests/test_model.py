@@ -1,6 +1,8 @@
 """The forward pass against the float64 oracle, and the properties that the engine builds on."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +25,11 @@ def all_logits(params, tokens: np.ndarray, run=jit_forward) -> np.ndarray:
     return np.array(head(params, hidden))
 
 
-@pytest.mark.parametrize("name", tiny.CONFIGS)
-@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
-def test_logits_equal_the_oracle(name: str, eager: bool) -> None:
+@pytest.mark.parametrize(("name", "run"), [*((name, jit_forward) for name in tiny.CONFIGS), ("llama3", forward)])
+def test_logits_equal_the_oracle(name: str, run: Callable[..., Any]) -> None:
     params, weights = tiny.model(name)
     tokens = tiny.ids(params.config, 3, 40)
-    found = all_logits(params, tokens, forward if eager else jit_forward)
+    found = all_logits(params, tokens, run)
     for row, ids in zip(found, tokens, strict=True):
         np.testing.assert_allclose(row, oracle.forward(weights, params.config, ids), atol=1e-4)
 
@@ -189,6 +190,7 @@ def test_stored_types_stay_near_float32(name: str, dtype: str) -> None:
     error = np.abs(all_logits(params, tokens)[0] - expected)
     # Random weights amplify rounding more than trained ones: the bound is a share of the logits' spread.
     assert error.mean() < {"bfloat16": 0.02, "int8": 0.06}[dtype] * expected.std()
-    with jax.disable_jit():
-        eager = all_logits(params, tokens, forward)[0]
-    assert np.abs(all_logits(params, tokens)[0] - eager).mean() < 0.02 * expected.std()
+    if name == "gqa":
+        with jax.disable_jit():
+            eager = all_logits(params, tokens, forward)[0]
+        assert np.abs(all_logits(params, tokens)[0] - eager).mean() < 0.02 * expected.std()
