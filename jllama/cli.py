@@ -25,6 +25,7 @@ from jllama.flags import FLAGS, usage
 from jllama.generation import Completion, Prompt
 from jllama.llm import LLM, Score
 from jllama.model import Params
+from jllama.prompts import standard_input
 from jllama.session import Session
 from jllama.settings import Settings
 
@@ -38,11 +39,17 @@ CHAT_HELP = "/reset forgets the conversation, /system TEXT begins anew with that
 
 def run() -> None:
     """Run the command line and exit: 0 if all went well, 1 after an error, 130 after Ctrl-C."""
-    sys.exit(main(sys.argv))
+    if (code := main(sys.argv)) == 130:
+        # A compilation that was broken off may still run on other threads, which an orderly exit would crash.
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: list[str]) -> int:
     """Run with these arguments and return the exit code."""
+    if sys.stdout is None:
+        print("jllama: standard output is closed: expected somewhere to write to", file=sys.stderr)
+        return 1
     try:
         if unexpected := FLAGS(argv)[1:]:
             raise ValueError(f"unexpected argument {unexpected[0]!r}: everything is a --flag=value")
@@ -97,7 +104,7 @@ def _settings() -> Settings:
 def _print_file(llm: LLM, settings: Settings) -> None:
     """Answer the prompts of a file; a fault in any line comes up before work on the first begins."""
     count = None
-    if FLAGS.prompt_file != "-":  # standard input can be read only once
+    if Path(FLAGS.prompt_file).is_file():  # pipes can be read only once
         count = sum(1 for _ in prompts.read(FLAGS.prompt_file, settings, llm.encode))
     _print_json(llm, prompts.read(FLAGS.prompt_file, settings, llm.encode), count)
 
@@ -140,7 +147,7 @@ def talk() -> None:
     llm, load_seconds = _load()
     path = hub.local(FLAGS.checkpoint) if FLAGS.checkpoint else Path(FLAGS.tokenizer)
     session = Session(llm, chat.find_template(path, llm.tokenizer), FLAGS.system_prompt, settings)
-    interactive = sys.stdin.isatty()
+    interactive = standard_input().isatty()
     if interactive:
         with contextlib.suppress(ImportError):  # absent on Windows
             import readline  # noqa: F401  # gives input() line editing and a history
@@ -207,7 +214,7 @@ def perplexity() -> None:
         raise ValueError("--mode=perplexity scores one text: expected --prompt_file=text.txt or --prompt=...")
     text = "\n".join(FLAGS.prompt)
     if FLAGS.prompt_file:
-        raw = sys.stdin.buffer.read() if FLAGS.prompt_file == "-" else Path(FLAGS.prompt_file).read_bytes()
+        raw = standard_input().read() if FLAGS.prompt_file == "-" else Path(FLAGS.prompt_file).read_bytes()
         text = raw.decode("utf-8-sig")
     llm, load_seconds = _load()
     score = llm.score(text)

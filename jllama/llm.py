@@ -23,6 +23,7 @@ from jllama.tokenizer import Tokenizer
 
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
 _SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
+_MAX_BATCH = 2**16
 _WINDOW_BATCHES = 16  # batches whose prompts are sorted together
 
 
@@ -128,6 +129,8 @@ class LLM:
           ValueError: a wrong setting, or a prompt longer than the context; before any work.
           FloatingPointError: the model's logits are not finite.
         """
+        if isinstance(prompts, str):
+            raise ValueError("prompts is a single string: expected a list of them")
         default = Settings(**settings)
         requests = [p if isinstance(p, Prompt) else Prompt(p, default) for p in prompts]
         for request in requests:
@@ -146,8 +149,8 @@ class LLM:
           ValueError: a wrong batch size, or a prompt longer than the context; windows before it are done.
           FloatingPointError: the model's logits are not finite.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size = {batch_size}: expected 1 or more")
+        if not (isinstance(batch_size, int) and 1 <= batch_size <= _MAX_BATCH):
+            raise ValueError(f"batch_size = {batch_size!r}: expected an integer from 1 to {_MAX_BATCH}")
         prompts = iter(prompts)
         while window := [self._row(p) for p in itertools.islice(prompts, _WINDOW_BATCHES * batch_size)]:
             in_order = sorted(window, key=lambda row: len(row.ids))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 from jllama.generation import Prompt
 from jllama.settings import Settings
@@ -24,7 +25,7 @@ def read(path: str, default: Settings, check: Callable[[Prompt], object]) -> Ite
     """
     parse = _json_line if path.endswith(".jsonl") else Prompt
     with contextlib.ExitStack() as stack:
-        file = sys.stdin.buffer if path == "-" else stack.enter_context(open(path, "rb"))
+        file = standard_input() if path == "-" else stack.enter_context(open(path, "rb"))
         for number, raw in enumerate(file, 1):
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -32,9 +33,20 @@ def read(path: str, default: Settings, check: Callable[[Prompt], object]) -> Ite
                     continue
                 prompt = parse(line, default)
                 check(prompt)
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 raise ValueError(f"{path}, line {number}: {e}") from e
             yield prompt
+
+
+def standard_input() -> BinaryIO:
+    """Return standard input as bytes.
+
+    Raises:
+      ValueError: it is closed.
+    """
+    if sys.stdin is None:
+        raise ValueError("standard input is closed: expected something to read")
+    return sys.stdin.buffer
 
 
 def _json_line(line: str, default: Settings) -> Prompt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
 from collections.abc import Sequence
 from typing import Any, TypedDict
@@ -12,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jllama.sampling import Sampling
+
+_INT32 = 2**31 - 1
 
 
 class Overrides(TypedDict, total=False):
@@ -58,9 +59,9 @@ class Settings:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         checks: list[tuple[str, bool, str]] = [
-            ("max_new_tokens", _is_int(self.max_new_tokens, 0, 2**31 - 1), "an integer of 0 or more"),
-            ("temperature", _is_float(self.temperature, 0.0, math.inf), "a number of 0 or more"),
-            ("top_k", _is_int(self.top_k, 0, 2**31 - 1), "an integer of 0 (off) or more"),
+            ("max_new_tokens", _is_int(self.max_new_tokens, 0, _INT32), f"an integer from 0 to {_INT32}"),
+            ("temperature", _is_float(self.temperature, 0.0, 1e30), "a number from 0 to 1e30"),
+            ("top_k", _is_int(self.top_k, 0, _INT32), f"an integer from 0 (off) to {_INT32}"),
             ("top_p", _is_float(self.top_p, 0.0, 1.0), "a number from 0 to 1 (off)"),
             ("min_p", _is_float(self.min_p, 0.0, 1.0), "a number from 0 (off) to 1"),
             (
@@ -91,7 +92,7 @@ def _is_int(x: object, low: int, high: int) -> bool:
 
 
 def _is_float(x: object, low: float, high: float) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and low <= x <= high
+    return isinstance(x, int | float) and not isinstance(x, bool) and low <= x <= high  # NaN isn't
 
 
 def _is_strings(x: object) -> bool:

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -30,6 +31,7 @@ SPECIAL = ["<|begin|>", "<|end|>", "<|im_end|>"]
 ODD = " \n\tabehlot#é<|>/s'LI0123株🦙\u0301\u0004\x7f\ufeff\u3000"
 
 
+@functools.cache
 def train():
     """A small byte-level tokenizer with control tokens, as the library makes it."""
     library = tokenizers.Tokenizer(models.BPE())
@@ -682,8 +684,8 @@ def test_sentencepiece_pieces_in_gguf(shared, golden):
         assert streamed(tok, case["ids"]) == (case["pieces"], case["flush"]), case["name"]
 
 
-@pytest.fixture(scope="session")
-def trained():
+@functools.cache
+def train_sentencepiece():
     """A small SentencePiece model."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -699,6 +701,11 @@ def trained():
         minloglevel=2,
     )
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@pytest.fixture(scope="session")
+def trained():
+    return train_sentencepiece()
 
 
 @pytest.fixture(scope="session", params=["gguf", "tokenizer.json"])

@@ -2,10 +2,13 @@
 
 import io
 import json
+import os
 import re
+import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +114,8 @@ def test_prompt_files(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest
         ("p.jsonl", '{"prompt": 1}\n', "line 1"),
         ("p.jsonl", '{"prompt": "a", "tempreature": 1}\n', "line 1: unknown settings tempreature"),
         ("p.jsonl", '{"prompt": "a", "temperature": "hot"}\n', "line 1: temperature = 'hot'"),
+        ("p.jsonl", '{"prompt": "a", "temperature": 1' + 400 * "0" + "}\n", "line 1: temperature = 1000"),
+        ("p.jsonl", "[" * 100000, "line 1"),
         ("p.txt", "fine\n" + "long " * 50, "line 2: the prompt has"),
         ("p.txt", b"fine\nbad \xff\n", "line 2"),
     ],
@@ -189,6 +194,8 @@ def test_help(run: Run) -> None:
         (["--top_p=2", "--top_k=-3"], "top_k = -3"),
         (["--max_new_tokens=-1"], "max_new_tokens = -1"),
         (["--batch_size=0", "--prompt=a", "--prompt=b"], "batch_size = 0"),
+        (["--batch_size=" + 30 * "9", "--prompt=a", "--prompt=b"], "batch_size = 999"),
+        (["--temperature=1e200"], "temperature = 1e+200"),
         (["--dtype=float16"], "dtype"),
         (["--mode=sing"], "mode"),
         (["--nonsense=1"], "nonsense"),
@@ -228,6 +235,43 @@ def test_files_that_are_no_checkpoint(run: Run, model: Path, tmp_path: Path, con
     assert words in error(run(*flags))
     assert words in error(run(*flags, f"--save={tmp_path}/out.bin"))
     assert not (tmp_path / "out.bin").exists()
+
+
+def test_prompts_from_a_pipe_are_read_once(model: Path, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, b"one\ntwo\n")
+    os.close(write)
+    command = [sys.executable, "main.py", f"--checkpoint={model}", f"--prompt_file=/dev/fd/{read}", "--temperature=0"]
+    command += ["--max_new_tokens=2", f"--compile_cache={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, pass_fds=[read], capture_output=True, text=True, timeout=120)
+    os.close(read)
+    assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["one", "two"], done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--prompt_file=-", "--mode=chat"])
+def test_closed_standard_input(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed" in error(run(f"--checkpoint={model}", flag))
+
+
+def test_what_is_no_regular_file_is_not_replaced(run: Run, model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "regular file" in error(run(f"--checkpoint={model}", f"--save={tmp_path}/pipe"))
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to("target")
+    assert run(f"--checkpoint={model}", f"--save={tmp_path}/link")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").stat().st_size == model.stat().st_size
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_compiling(model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, f"--checkpoint={model}", "--max_new_tokens=60")
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (0, 130), err  # 0: it was done already
+    assert b"Traceback" not in err
 
 
 def test_a_tokenizer_that_does_not_fit(run: Run, model: Path, tmp_path: Path) -> None:

@@ -278,6 +278,8 @@ def test_what_is_refused(stories: LLM) -> None:
         stories.generate(["fine", "word " * 600])
     with pytest.raises(ValueError, match="temperature"):
         stories.generate(["x"], temperature=-1)
+    with pytest.raises(ValueError, match="single string"):
+        stories.generate("x")
     with pytest.raises(ValueError, match="batch_size = 0"):
         stories.generate(["x"], batch_size=0)
     with pytest.raises(ValueError, match="Unicode"):

@@ -45,7 +45,15 @@ def shown(value: object) -> str:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file beside `path` that takes its name at the end, or is removed if something fails."""
+    """Open a file beside `path` that takes its name at the end, or is removed if something fails.
+
+    Raises:
+      CheckpointError: `path` is there and no regular file, such as a device or a folder.
+      OSError: the file cannot be written.
+    """
+    path = path.resolve()  # a link stays one
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: exists; expected a regular file, or none")
     part = _part(path)
     try:
         with open(part, "wb") as file:
