@@ -126,10 +126,7 @@ class Batch:
             cache = None
             if kept is not None:
                 slots = max(slots, kept.state.tokens.shape[1])
-                state = kept.state
-                if slots > state.tokens.shape[1]:
-                    state = call(decode.compiled_grow, state, slots=slots)
-                cache = state.cache
+                cache = self._grown(kept.state, slots).cache
             tokens = np.zeros((rows, slots), np.int32)
             for row, ids in zip(tokens, prompts, strict=False):
                 row[: len(ids)] = ids
@@ -150,6 +147,12 @@ class Batch:
             return None
         return Kept(self._state, self._tokens[0, : self._pos[0]].tolist())
 
+    def _grown(self, state: decode.State, slots: int) -> decode.State:
+        if state.tokens.shape[1] == slots:
+            return state
+        grown: decode.State = self._runner.call(decode.compiled_grow, state, slots=slots)
+        return grown
+
     def _fetch(self, state: decode.State) -> None:
         self._state = state
         self._tokens, self._logprobs, self._pos, done = jax.device_get(state[1:])
@@ -160,9 +163,8 @@ class Batch:
         call, params = self._runner.call, self._runner.params
         slots, before = self._tokens.shape[1], self._pos.sum()
         with self._runner.timed("decode"):
-            if self._pos[~self.done].max(initial=0) + 1 >= slots:
-                self._state = call(decode.compiled_grow, self._state, slots=2 * slots)
-            state = self._state._replace(done=jnp.asarray(self.done))
+            is_full = self._pos[~self.done].max(initial=0) + 1 >= slots
+            state = self._grown(self._state, 2 * slots if is_full else slots)._replace(done=jnp.asarray(self.done))
             self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
         self._runner.timings.decode_tokens += int(self._pos.sum() - before)
 
