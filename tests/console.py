@@ -1,7 +1,13 @@
 """What the tests of the command line share."""
 
+import sys
 from collections.abc import Callable
 
+# Starts main.py by itself. Programs that a script puts in the background ignore Ctrl-C, and so do those they start.
+_CODE = (
+    "import runpy, signal as s; s.signal(s.SIGINT, s.default_int_handler); runpy.run_path('main.py', {}, '__main__')"
+)
+MAIN = [sys.executable, "-c", _CODE]
 Run = Callable[..., tuple[int, str, str]]  # the fixture `run`: arguments to exit code, stdout, stderr
 
 

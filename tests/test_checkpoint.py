@@ -349,10 +349,10 @@ def test_absurd_sizes_fail_at_once(tmp_path: Path, version: int, n_layers: int) 
     fields = struct.pack("<7i", 2**30, 2**31 - 1, n_layers, 2**16, 2**16, 2**31 - 1, 2**31 - 1)
     data = fields if version == 0 else versioned(version, fields)
     (tmp_path / "absurd.bin").write_bytes(data + bytes(1000))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match=f"found {len(data) + 1000}"):
         checkpoint.load(tmp_path / "absurd.bin")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @given(st.binary(max_size=300), st.sampled_from([b"", HEADER, versioned(1)[:200], versioned(2)[:200]]))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from console import Run, error
+from console import MAIN, Run, error
 
 from jllama.config import Config
 from jllama.flags import GROUPS
@@ -241,7 +241,7 @@ def test_prompts_from_a_pipe_are_read_once(model: Path, tmp_path: Path) -> None:
     read, write = os.pipe()
     os.write(write, b"one\ntwo\n")
     os.close(write)
-    command = [sys.executable, "main.py", f"--checkpoint={model}", f"--prompt_file=/dev/fd/{read}", "--temperature=0"]
+    command = [*MAIN, f"--checkpoint={model}", f"--prompt_file=/dev/fd/{read}", "--temperature=0"]
     command += ["--max_new_tokens=2", f"--compile_cache={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, pass_fds=[read], capture_output=True, text=True, timeout=120)
     os.close(read)
@@ -289,7 +289,7 @@ def test_a_traceback_is_there_for_who_asks(run: Run, model: Path) -> None:
 
 def start(cache: Path, *args: str) -> subprocess.Popen[bytes]:
     """Start the program by itself, with its compiled programs kept in `cache`."""
-    command = [sys.executable, "main.py", *args, f"--compile_cache={cache}"]
+    command = [*MAIN, *args, f"--compile_cache={cache}"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -577,10 +577,10 @@ def test_hostile_headers(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         found = message(path)
-        assert time.perf_counter() - began < 1
+        assert time.process_time() - began < 1
         assert tracemalloc.get_traced_memory()[1] < 100e6
     finally:
         tracemalloc.stop()
@@ -596,12 +596,12 @@ def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     checkpoint.load(path)
-    began = time.perf_counter()
+    began = time.process_time()
     for length in range(4, len(content)):
         path.write_bytes(content[:length])
         with pytest.raises(CheckpointError, match=r"m\.gguf"):
             gguf.read(path)
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
 
 
 @settings(deadline=None)
@@ -670,9 +670,9 @@ def test_a_large_vocabulary_is_read_fast(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     tokens, merges = [f"token{i}" for i in range(128256)], [f"merge {i}" for i in range(280147)]
     path.write_bytes(gguf_bytes({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}, {}))
-    began = time.perf_counter()
+    began = time.process_time()
     assert gguf_file.metadata(path)["tokenizer.ggml.merges"] == merges
-    assert time.perf_counter() - began < 3  # a third of a second alone
+    assert time.process_time() - began < 3  # a third of a second alone
 
 
 def test_metadata_of_other_files(tmp_path: Path) -> None:

@@ -347,10 +347,10 @@ def test_what_the_first_llamas_leave_out(tmp_path: Path) -> None:
 )
 def test_configs_that_are_refused(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
     folder = hf.write_llama(tmp_path / "m", oracle.random_weights(SMALL, tied=True), SMALL, **changes)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError) as e:
         checkpoint.load(folder)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert all(word in str(e.value) for word in [str(folder), *words]), str(e.value)
     assert "\n" not in str(e.value)
 

@@ -486,9 +486,9 @@ def test_pickles_of_other_things_are_refused(tmp_path: Path, body: bytes, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "params.json").write_text(json.dumps(PARAMS))
     write_zip(tmp_path / "consolidated.00.pth", body, {})
-    began = time.perf_counter()
+    began = time.process_time()
     assert "consolidated.00.pth" in message(tmp_path)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert not (tmp_path / "canary").exists()
 
 

@@ -108,10 +108,10 @@ def test_broken_files_are_named(tmp_path: Path, name: str) -> None:
     data, words = BROKEN[name]
     path = tmp_path / "broken.safetensors"
     path.write_bytes(data)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError) as e:
         safetensors.read(path)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert all(word in str(e.value) for word in [str(path), *words]), str(e.value)
     assert "\n" not in str(e.value)
     str(e.value).encode()  # can be printed

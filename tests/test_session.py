@@ -14,7 +14,7 @@ from pathlib import Path
 import oracle
 import pytest
 import tiny
-from console import Run
+from console import MAIN, Run
 
 from jllama import LLM, Settings
 from jllama.chat import ChatError, Template
@@ -134,14 +134,7 @@ def test_chat_through_pipes(run: Run, chatty: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_not_the_program(chatty: str, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [
-        sys.executable,
-        "main.py",
-        "--mode=chat",
-        chatty,
-        "--max_new_tokens=4",
-        f"--compile_cache={tmp_path}/cache",
-    ]
+    command = [*MAIN, "--mode=chat", chatty, "--max_new_tokens=4", f"--compile_cache={tmp_path}/cache"]
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     shown = b""
 

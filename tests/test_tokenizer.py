@@ -283,13 +283,13 @@ def test_encoding_equals_the_slow_loop_on_stories(shared, real):
 @pytest.mark.parametrize("unit", ["the cat ", "a", "th", " ", "é"])
 def test_a_long_prompt_takes_time_in_proportion(small, unit):
     def seconds(n):
-        start = time.perf_counter()
+        start = time.process_time()
         small.encode(unit * (n // len(unit)))
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     # The slow loop takes minutes for the first, and four times as long for the double: the bounds are far from both.
     assert min(seconds(100_000) for _ in range(3)) < 3
-    assert min(seconds(800_000) for _ in range(2)) < 4 * min(seconds(400_000) for _ in range(2))
+    assert min(seconds(800_000) for _ in range(3)) < 4 * min(seconds(400_000) for _ in range(3))
 
 
 def test_load_goes_by_content_not_by_name(trained, tmp_path):
