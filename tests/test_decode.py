@@ -134,6 +134,22 @@ def test_a_long_prompt_is_read_in_blocks() -> None:
     assert found == [oracle_greedy(weights, config, p, 3) for p in prompts]
 
 
+@pytest.mark.parametrize("shared_length", [1, 7, 12])
+def test_a_kept_cache_serves_any_prompt_that_begins_like_it(shared_length: int) -> None:
+    params, weights = tiny.model("gqa")
+    first = tiny.ids(params.config, 12)
+    settings = [Settings(temperature=0.0, max_new_tokens=8)]
+    runner = RUNNERS.setdefault(id(params), Runner(params))
+    batch = Batch(runner, [first.tolist()], settings, [-1])
+    batch.advance(2**30)
+    second = np.concatenate([first[:shared_length], tiny.ids(params.config, 12 - shared_length, seed=7)])
+    read = runner.timings.prompt_tokens
+    again = Batch(runner, [second.tolist()], settings, [-1], batch.keep())
+    assert runner.timings.prompt_tokens - read == max(12 - shared_length, 1)  # the last token is always read
+    again.advance(2**30)
+    assert again.take(0)[0] == oracle_greedy(weights, params.config, second, 8)
+
+
 def test_each_row_ends_at_its_own_stop_token() -> None:
     # 3 -> 4 -> 5 -> ... -> 12 -> EOS; another stop id at 5
     params = tiny.chain([2, 2, 2, *range(4, 13), 2])
