@@ -58,6 +58,7 @@ class Row:
         self._stop_ids = tokenizer.stop_ids
         self._decoder = StreamDecoder(tokenizer, ids)
         self._stops = StopStrings(prompt.settings.stop)
+        self._read = 0
 
     def take(self, ids: Sequence[int], logprobs: Sequence[float], *, done: bool) -> None:
         """Add generated tokens; with `done` no more will come."""
@@ -85,6 +86,11 @@ class Row:
             held, stopped = self._stops.flush()
             self.text += held
         self.finish_reason = "stop" if stopped else reason
+
+    def new_text(self) -> str:
+        """Return what was added to the text since the last call."""
+        new, self._read = self.text[self._read :], len(self.text)
+        return new
 
     def completion(self) -> Completion:
         """Return the finished text."""
@@ -124,9 +130,7 @@ def run(
 
 def stream(runner: Runner, row: Row, stop_ids: Sequence[int]) -> Generator[str, None, Completion]:
     """Generate for one row, piece by piece; returns the completion."""
-    sent = 0
     for _ in run(runner, [row], stop_ids, stream=True):
-        if piece := row.text[sent:]:
-            sent += len(piece)
+        if piece := row.new_text():
             yield piece
     return row.completion()

@@ -55,11 +55,9 @@ class Session:
         row = Row(self.llm.tokenizer, Prompt(question, self.settings), ids)
         kept, self._kept = self._kept, None
         batch: Batch | None = None
-        sent = 0
         try:
             for batch in generation.run(self.llm.runner, [row], self.llm.tokenizer.stop_ids, stream=True, kept=kept):  # noqa: B007
-                if piece := row.text[sent:]:
-                    sent += len(piece)
+                if piece := row.new_text():
                     yield piece
         finally:
             if batch is not None:

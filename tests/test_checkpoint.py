@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -435,22 +436,6 @@ def test_random_weights(dtype: str, tied: bool) -> None:
     assert not np.array_equal(dequantize(other.embedding), dequantize(params.embedding))
 
 
-PEAK = """
-import sys
-import jax
-from jllama import checkpoint
-
-def peak():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-
-jax.device_put([0.0])[0].block_until_ready()
-before = peak()
-params = checkpoint.load(sys.argv[1], dtype=sys.argv[2])
-print(peak() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
 @pytest.mark.parametrize("version", [0, 2])
@@ -462,7 +447,7 @@ def test_memory_peaks_at_the_final_weights(tmp_path: Path, version: int, dtype: 
     path = tmp_path / "sparse.bin"
     path.write_bytes(llama2c._pack(head))
     os.truncate(path, llama2c.file_size(head))
-    command = [sys.executable, "-c", PEAK, str(path), dtype]
+    command = [sys.executable, "-c", tiny.PEAK, str(path), dtype]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     grown, weights = map(int, result.stdout.split())

@@ -138,12 +138,6 @@ def arrays(path: Path) -> oracle.Weights:
     return {name: np.array(s.read(0, s.shape[0])) for name, s in gguf.read(path).sources.items()}
 
 
-def assert_same(found: oracle.Weights, expected: oracle.Weights) -> None:
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
-
-
 def message(path: Path) -> str:
     with pytest.raises(CheckpointError) as e:
         checkpoint.load(path)
@@ -184,7 +178,7 @@ def test_plain_types(tmp_path: Path, version: int, tied: bool, dtype: str, auto:
         for name, a in oracle.random_weights(CONFIG, tied=tied).items()
     }
     path = write(tmp_path / "m.gguf", weights, version=version)
-    assert_same(arrays(path), weights)
+    tiny.assert_same(arrays(path), weights)
     params = checkpoint.load(path)
     assert params.config == CONFIG
     assert params.embedding.dtype == auto
@@ -202,7 +196,7 @@ def test_logits_equal_the_oracle(tmp_path: Path) -> None:
 @pytest.mark.parametrize("alignment", [1, 8, 64, 4096])
 def test_alignment(tmp_path: Path, alignment: int) -> None:
     weights = oracle.random_weights(CONFIG, tied=True)
-    assert_same(arrays(write(tmp_path / "m.gguf", weights, {"general.alignment": alignment})), weights)
+    tiny.assert_same(arrays(write(tmp_path / "m.gguf", weights, {"general.alignment": alignment})), weights)
 
 
 def test_absent_keys_have_their_defaults(tmp_path: Path) -> None:
@@ -218,7 +212,7 @@ def test_head_width_of_its_own(tmp_path: Path) -> None:
     widths = {f"llama.attention.{kind}_length": 16 for kind in ("key", "value")} | {"llama.rope.dimension_count": 16}
     path = write(tmp_path / "m.gguf", weights, widths)
     assert checkpoint.load(path).config == config
-    assert_same(arrays(path), weights)
+    tiny.assert_same(arrays(path), weights)
 
 
 # --- other families
@@ -243,7 +237,7 @@ def test_half_split_rows_are_interleaved(tmp_path: Path, family: str, monkeypatc
     keys = {key.replace("llama", family): x for key, x in KEYS.items()} | {"general.architecture": family}
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_bytes(keys, {n: plain(a) for n, a in renamed(stored).items()}))
-    assert_same(arrays(path), weights)
+    tiny.assert_same(arrays(path), weights)
     source = gguf.read(path).sources["layers.0.attention.wq.weight"]
     for start in range(31):  # any range of rows, within heads and across
         stop = min(start + 11, 32)
@@ -436,7 +430,7 @@ def test_quantised_model_in_every_dtype(tmp_path: Path) -> None:
     }
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_bytes(KEYS, tensors))
-    assert_same(arrays(path), exact)
+    tiny.assert_same(arrays(path), exact)
     for dtype, expected in (("auto", "int8"), ("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8")):
         found, same = checkpoint.load(path, dtype=dtype), tiny.params(exact, CONFIG, expected)
         jax.tree.map(np.testing.assert_array_equal, found, same)

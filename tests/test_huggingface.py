@@ -750,22 +750,6 @@ def test_reference_folders_hold_the_same_model(shared: Path, tmp_path: Path) -> 
 # --- memory
 
 
-PEAK = """
-import sys
-import jax
-from jllama import checkpoint
-
-def peak():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-
-jax.device_put([0.0])[0].block_until_ready()
-before = peak()
-params = checkpoint.load(sys.argv[1], dtype=sys.argv[2])
-print(peak() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
-"""
-
-
 def sparse(folder: Path, fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], dtype: str) -> Path:
     header, end = {}, 0
     for name, shape in shapes.items():
@@ -799,7 +783,7 @@ def test_memory_peaks_at_the_final_weights(tmp_path: Path, kind: str, stored: st
         shapes = {n: tuple(scale[size] for size in shape) for n, shape in shapes.items()}
         shapes |= {"wte.weight": (50257, 768), "wpe.weight": (1024, 768)}
     folder = sparse(tmp_path, fields, shapes, stored)
-    command = [sys.executable, "-c", PEAK, str(folder), dtype]
+    command = [sys.executable, "-c", tiny.PEAK, str(folder), dtype]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     grown, weights = map(int, result.stdout.split())

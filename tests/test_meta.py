@@ -130,12 +130,6 @@ def arrays(path: Path) -> oracle.Weights:
     return {name: np.array(source.read(0, source.shape[0])) for name, source in contents.sources.items()}
 
 
-def assert_same(found: oracle.Weights, expected: oracle.Weights) -> None:
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
-
-
 def message(path: Path) -> str:
     with pytest.raises(CheckpointError) as e:
         checkpoint.load(path)
@@ -168,7 +162,7 @@ def test_golden_logits(shared: Path, name: str) -> None:
 def test_shards_are_joined(tmp_path: Path, n: int, embedding_axis: int) -> None:
     weights = random_weights()
     path = write(tmp_path / "model", weights, n, embedding_axis=embedding_axis)
-    assert_same(arrays(path), weights)
+    tiny.assert_same(arrays(path), weights)
     for name, source in meta.read(path).sources.items():  # every range of rows, across the ends of shards too
         for start in range(0, source.shape[0], 7):
             np.testing.assert_array_equal(source.read(start, start + 5), weights[name][start : start + 5])
@@ -187,14 +181,14 @@ def test_copies_may_differ_between_shards(tmp_path: Path) -> None:
     write(tmp_path / "model", other, 2)
     write(tmp_path / "one", weights, 2)
     os.replace(tmp_path / "one/consolidated.00.pth", tmp_path / "model/consolidated.00.pth")
-    assert_same(arrays(tmp_path / "model"), weights)
+    tiny.assert_same(arrays(tmp_path / "model"), weights)
 
 
 def test_a_single_file_of_another_name(tmp_path: Path) -> None:
     weights = random_weights(tied=True)
     path = write(tmp_path / "model", weights)
     os.replace(path / "consolidated.00.pth", path / "mine.pth")
-    assert_same(arrays(path / "mine.pth"), weights)
+    tiny.assert_same(arrays(path / "mine.pth"), weights)
     assert checkpoint.load(path / "mine.pth").output is None
 
 
@@ -208,7 +202,7 @@ def test_npy_files(tmp_path: Path, where: str, order: str) -> None:
     for name, array in weights.items():
         np.save(folder / f"{name}.npy", np.asarray(array, order=order))
     np.save(folder / "rope.freqs.npy", np.ones(4))
-    assert_same(arrays(folder if where == "up" else tmp_path / "model"), weights)
+    tiny.assert_same(arrays(folder if where == "up" else tmp_path / "model"), weights)
 
 
 @pytest.mark.parametrize(("dtype", "auto"), [("float32", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16")])
@@ -216,7 +210,7 @@ def test_npy_files(tmp_path: Path, where: str, order: str) -> None:
 def test_dtypes_are_widened_exactly(tmp_path: Path, dtype: str, auto: str, n: int) -> None:
     weights = {name: a.astype(jnp.dtype(dtype)) for name, a in random_weights().items()}
     path = write(tmp_path / "model", weights, n)
-    assert_same(arrays(path), weights)
+    tiny.assert_same(arrays(path), weights)
     params = checkpoint.load(path)
     assert params.embedding.dtype == auto
     exact = checkpoint.load(path, dtype="float32")
@@ -233,7 +227,7 @@ def test_strides_and_offsets(tmp_path: Path) -> None:
     tree["layers.0.attention.wk.weight"] = View(both, 5, wk.shape, (32, 1))
     tree["layers.0.attention.wq.weight"] = View(both, 5 + wk.size, wq.shape, (1, 32))
     torch_save(path / "consolidated.00.pth", OrderedDict(tree))
-    assert_same(arrays(path), weights)
+    tiny.assert_same(arrays(path), weights)
     np.testing.assert_array_equal(meta.read(path).sources["layers.0.attention.wq.weight"].read(3, 9), wq[3:9])
 
 
@@ -245,7 +239,7 @@ def test_a_shared_storage_is_a_tied_head(tmp_path: Path, n: int) -> None:
         tree = {name: whole(split(name, a, n, embedding_axis=0)[i]) for name, a in weights.items()}
         torch_save(path / f"consolidated.{i:02}.pth", tree | {"output.weight": tree["tok_embeddings.weight"]})
     assert checkpoint.load(path).output is None
-    assert_same(arrays(path), weights)
+    tiny.assert_same(arrays(path), weights)
 
 
 # --- params.json

@@ -72,3 +72,26 @@ def says(prompt: bytes, *pieces: bytes, max_seq_len: int = 64) -> LLM:
     vocabulary = [b"", b"", b"", prompt, *pieces]
     successor = [2, 2, 2, 4, *range(5, 4 + len(pieces)), 2]
     return LLM(chain(successor[: len(vocabulary)], max_seq_len), Letters(vocabulary))
+
+
+def assert_same(found: oracle.Weights, expected: oracle.Weights) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+# Prints the peak of memory that loading a checkpoint adds, and the bytes of its weights.
+PEAK = """
+import sys
+import jax
+from jllama import checkpoint
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+jax.device_put([0.0])[0].block_until_ready()
+before = peak()
+params = checkpoint.load(sys.argv[1], dtype=sys.argv[2])
+print(peak() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+"""

@@ -127,6 +127,23 @@ def byte_pieces(vocab: Mapping[str, int], visible: Mapping[str, int], special: M
     return [(piece, piece) for piece in pieces]
 
 
+def parse_merges(lines: Iterable[tuple[str, str]], path: Path) -> Merges:
+    """Split merges, each given with the name of its place in the file, at the space between their two tokens.
+
+    Raises:
+      TokenizerError: some are no two tokens; they are named.
+    """
+    merges: Merges = []
+    problems = []
+    for place, line in lines:
+        left, _, right = line.partition(" ")
+        if not left or not right or " " in right:
+            problems.append(f"{place} is {line[:40]!r}, expected two tokens and a space between them")
+        merges.append((left, right))
+    raise_all(problems, path)
+    return merges
+
+
 def raise_all(problems: Sequence[str], path: Path) -> None:
     """Raise one `TokenizerError` for the problems of a file, if there are any."""
     if problems:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jllama.tokenizer import Tokenizer, TokenizerError
-from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, BPETokenizer, Merges, build, byte_pieces, raise_all
+from jllama.tokenizer.bpe import (
+    GPT2_SPLIT,
+    LLAMA3_SPLIT,
+    BPETokenizer,
+    Merges,
+    build,
+    byte_pieces,
+    parse_merges,
+    raise_all,
+)
 from jllama.tokenizer.sentencepiece import CONTROL, NORMAL, SPACE, SentencePieceTokenizer
 from jllama.tokenizer.sentencepiece import build as build_sentencepiece
 from jllama.tokenizer.special import LOOKS_CONTROL, LOOKS_NAME, Special
@@ -166,15 +175,8 @@ def _pre(metadata: Mapping[str, Any], path: Path) -> _Pre:
 
 
 def _merges(metadata: Mapping[str, Any], path: Path) -> Merges:
-    merges: Merges = []
-    problems = []
-    for i, merge in enumerate(metadata.get(_KEY + "merges", ())):
-        left, _, right = merge.partition(" ")
-        if not left or not right or " " in right:
-            problems.append(f"{_KEY}merges: entry {i} is {merge!r}, expected two tokens and a space between them")
-        merges.append((left, right))
-    raise_all(problems, path)
-    return merges
+    given = metadata.get(_KEY + "merges", ())
+    return parse_merges(((f"{_KEY}merges: entry {i}", merge) for i, merge in enumerate(given)), path)
 
 
 def _sentencepiece(metadata: Mapping[str, Any], path: Path) -> Tokenizer:

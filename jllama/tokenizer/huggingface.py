@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from jllama.tokenizer import Tokenizer, TokenizerError
-from jllama.tokenizer.bpe import GPT2_SPLIT, BPETokenizer, Merges, Pieces, build, byte_pieces, raise_all
+from jllama.tokenizer.bpe import GPT2_SPLIT, BPETokenizer, Merges, Pieces, build, byte_pieces, parse_merges, raise_all
 from jllama.tokenizer.sentencepiece import BYTE, SPACE
 from jllama.tokenizer.special import ENDS, LOOKS_CONTROL, LOOKS_NAME, Special
 
@@ -262,15 +262,8 @@ def _read_vocab(vocab: dict[str, int], path: Path) -> Tokenizer:
 
 def _read_merges(path: Path) -> Merges:
     """The merges of a file: a line each, after one that may give the version. A merge can begin with # too."""
-    merges: Merges = []
-    problems = []
-    for number, line in enumerate(_text(path).split("\n"), 1):
-        line = line.removesuffix("\r")
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        left, _, right = line.partition(" ")
-        if not left or not right or " " in right:
-            problems.append(f"line {number} is {line[:40]!r}, expected two tokens and a space between them")
-        merges.append((left, right))
-    raise_all(problems, path)
-    return merges
+    lines = ((number, line.removesuffix("\r")) for number, line in enumerate(_text(path).split("\n"), 1))
+    merges = (
+        (f"line {number}", line) for number, line in lines if line and not (number == 1 and line.startswith("#version"))
+    )
+    return parse_merges(merges, path)
