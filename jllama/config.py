@@ -70,6 +70,8 @@ class Config:
       norm: "rms" or "layer", which also takes off the mean.
       position: "rope", rotary, or "learned", a table of `max_seq_len` rows added to the embedding.
       activation: "silu", of a gate, or "gelu", of GPT-2's plain feed-forward.
+      axis: the mesh axis over which heads, feed-forward and vocabulary are divided, where this is what one device
+        has of a model (`sharding.part`); None: all of it.
 
     Raises:
       ConfigError: with every field that is wrong, by name.
@@ -90,6 +92,7 @@ class Config:
     norm: Literal["rms", "layer"] = "rms"
     position: Literal["rope", "learned"] = "rope"
     activation: Literal["silu", "gelu"] = "silu"
+    axis: str | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and _is_size(self.dim) and _is_size(self.n_heads) and self.dim % self.n_heads == 0:
@@ -146,6 +149,8 @@ def from_toml(path: str | Path) -> tuple[Config, bool]:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
     tied = fields.pop("tied", False)
     try:
+        if "axis" in fields:
+            raise ConfigError("axis is no size of a model: expected --mesh")
         if not isinstance(tied, bool):
             raise ConfigError(f"tied = {tied!r}: expected true or false")
         if "rope_scaling" in fields:

@@ -128,7 +128,7 @@ def forward(params: Params, cache: Cache, tokens: jax.Array, start: jax.Array) -
     """
     config = params.config
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    x = take(params.embedding, tokens)
+    x = take(params.embedding, tokens, config.axis)
     if params.positions is not None:
         x = x + params.positions[jnp.minimum(positions, config.max_seq_len - 1)]  # padding may lie beyond the table
     rotation = rotary(config, positions) if config.position == "rope" else None
@@ -144,7 +144,11 @@ def forward(params: Params, cache: Cache, tokens: jax.Array, start: jax.Array) -
 
 def head(params: Params, hidden: jax.Array) -> jax.Array:
     """Turn hidden states `[..., D]` into float32 logits `[..., V]`."""
-    return linear(Linear(params.embedding if params.output is None else params.output), hidden)
+    logits = linear(Linear(params.embedding if params.output is None else params.output), hidden)
+    if params.config.axis is not None:
+        logits = lax.all_gather(logits, params.config.axis, axis=logits.ndim - 1, tiled=True)
+        logits = logits[..., : params.config.vocab_size]  # without the rows that fill up the last part
+    return logits
 
 
 def attention(
@@ -186,7 +190,7 @@ def attention(
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).reshape(b * n_kv, t * g, -1)
     out = jnp.einsum("nqs,nsh->nqh", weights, v_cache, precision=lax.Precision.HIGHEST)
     out = out.reshape(b, n_kv, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, -1)
-    return linear(layer.wo, out), k_cache, v_cache
+    return linear(layer.wo, out, axis=config.axis), k_cache, v_cache
 
 
 def _write(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
@@ -206,7 +210,7 @@ def feed_forward(config: Config, layer: Layer, x: jax.Array) -> jax.Array:
     else:
         gate, up = jnp.split(hidden, 2, axis=-1)
         hidden = jax.nn.silu(gate) * up
-    return linear(layer.w2, hidden, fine=True)  # a few of its inputs are far larger than the others
+    return linear(layer.w2, hidden, fine=True, axis=config.axis)  # a few of its inputs are far larger than the others
 
 
 def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jllama import decode
+from jllama import decode, sharding
 from jllama.decode import Stop
 from jllama.model import Params
+from jllama.quant import dtype_name
 from jllama.settings import Settings, to_sampling
 
 _MIN_SLOTS = 256  # of a cache; it doubles when it is full
@@ -39,6 +39,9 @@ class Runner:
 
     def __init__(self, params: Params) -> None:
         self.params = params
+        self.mesh = sharding.mesh_of(params)
+        self.shards = sharding.shape_of(self.mesh).data  # that the rows of a batch are divided into
+        self._on_mesh = sharding.programs(params)
         self.timings = Timings()
         self._programs: dict[Any, Any] = {}
 
@@ -56,12 +59,24 @@ class Runner:
         """Call a jitted function; compile it first where that was not done for these shapes."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args, **static)
+        function = self._on_mesh.get(function, function)
         key = (function, *map(np.shape, jax.tree.leaves(args)), *static.values())
         if (program := self._programs.get(key)) is None:
             began = time.perf_counter()
             program = self._programs[key] = function.lower(*args, **static).compile()
             self.timings.compile_seconds += time.perf_counter() - began
         return program(*args)
+
+    def put(self, tree: Any, where: Any) -> Any:
+        """Lay host arrays out as `where` says: a tree of specs of `sharding`, or one for all."""
+        return sharding.put(self.mesh, tree, where)
+
+    def rows(self, prompts: int) -> int:
+        """Return the rows of a batch for some prompts: a power of two in each shard."""
+        rows = power_of_two(-(-prompts // self.shards))
+        if self.mesh is not None and prompts > 1 and dtype_name(self.params.embedding) == "int8":
+            rows = max(rows, 2)  # a row alone is rounded in another way: its text would depend on the mesh
+        return rows * self.shards
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -106,22 +121,23 @@ class Batch:
         for ids in prompts:
             runner.check(ids)
         context = runner.params.config.max_seq_len
-        spare = power_of_two(len(prompts)) - len(prompts)  # rows of one token, full from the start
+        spare = runner.rows(len(prompts)) - len(prompts)  # rows of one token, full from the start
         self._runner = runner
         self._taken = np.array([len(ids) for ids in prompts] + [1] * spare, np.int32)
         ends = [min(n + s.max_new_tokens, context) for n, s in zip(self._taken.tolist(), settings, strict=False)]
-        self._stop = Stop(jnp.array(stop_ids, jnp.int32), jnp.array(ends + [1] * spare, jnp.int32))
-        self._sampling = to_sampling([*settings, *[Settings()] * spare])
+        stop = Stop(np.array(stop_ids, np.int32), np.array(ends + [1] * spare, np.int32))  # type: ignore[arg-type]
+        self._stop = runner.put(stop, sharding.STOP)
+        self._sampling = runner.put(to_sampling([*settings, *[Settings()] * spare]), sharding.SAMPLING)
         self._read(prompts, kept)
 
     def _read(self, prompts: Sequence[Sequence[int]], kept: Kept | None) -> None:
         rows, longest = len(self._taken), int(self._taken.max())
         # The last token is read in any case: its logits are wanted.
         begin = 0 if kept is None else min(common_prefix(kept.ids, prompts[0]), longest - 1)
-        width = block_width(rows, longest - begin)
+        width = block_width(rows // self._runner.shards, longest - begin)
         blocks = range(begin, longest, width)
         slots = cache_slots(max(longest + 1, blocks[-1] + width))
-        call, params = self._runner.call, self._runner.params
+        call, put, params = self._runner.call, self._runner.put, self._runner.params
         with self._runner.timed("prompt"):
             cache = None
             if kept is not None:
@@ -130,9 +146,8 @@ class Batch:
             tokens = np.zeros((rows, slots), np.int32)
             for row, ids in zip(tokens, prompts, strict=False):
                 row[: len(ids)] = ids
-            state = call(
-                decode.compiled_start, params, jnp.asarray(tokens), jnp.asarray(self._taken), self._stop, cache
-            )
+            tokens, length = put((tokens, self._taken), sharding.ROWS)
+            state = call(decode.compiled_start, params, tokens, length, self._stop, cache)
             for first in blocks:
                 state = call(
                     decode.compiled_read_prompt,
@@ -155,7 +170,7 @@ class Batch:
 
     def _fetch(self, state: decode.State) -> None:
         self._state = state
-        self._tokens, self._logprobs, self._pos, done = jax.device_get(state[1:])
+        self._tokens, self._logprobs, self._pos, done = sharding.get(state[1:])
         self.done = np.array(done)
 
     def advance(self, steps: int) -> None:
@@ -164,7 +179,8 @@ class Batch:
         slots, before = self._tokens.shape[1], self._pos.sum()
         with self._runner.timed("decode"):
             is_full = self._pos[~self.done].max(initial=0) + 1 >= slots
-            state = self._grown(self._state, 2 * slots if is_full else slots)._replace(done=jnp.asarray(self.done))
+            state = self._grown(self._state, 2 * slots if is_full else slots)
+            state = state._replace(done=self._runner.put(self.done, sharding.ROWS))
             self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
         self._runner.timings.decode_tokens += int(self._pos.sum() - before)
 

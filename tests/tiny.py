@@ -3,7 +3,8 @@
 import numpy as np
 import oracle
 
-from jllama.checkpoint.build import Source, build_params
+from jllama.checkpoint.build import build_params
+from jllama.checkpoint.source import Source
 from jllama.config import Config, RopeScaling
 from jllama.llm import LLM
 from jllama.model import Params
