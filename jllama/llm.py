@@ -52,6 +52,12 @@ class Score:
         return float(-np.sum(self.logprobs, dtype=np.float64) / np.log(2) / self.n_bytes)
 
 
+def check_batch_size(batch_size: int) -> None:
+    """Raise ValueError for a number of prompts that can't share a step."""
+    if not (isinstance(batch_size, int) and 1 <= batch_size <= _MAX_BATCH):
+        raise ValueError(f"batch_size = {batch_size!r}: expected an integer from 1 to {_MAX_BATCH}")
+
+
 class LLM:
     """A model, its tokenizer, and the programs compiled for them so far."""
 
@@ -154,8 +160,7 @@ class LLM:
           ValueError: a wrong batch size, or a prompt longer than the context; windows before it are done.
           FloatingPointError: the model's logits are not finite.
         """
-        if not (isinstance(batch_size, int) and 1 <= batch_size <= _MAX_BATCH):
-            raise ValueError(f"batch_size = {batch_size!r}: expected an integer from 1 to {_MAX_BATCH}")
+        check_batch_size(batch_size)
         prompts = iter(prompts)
         while window := [self._row(p) for p in itertools.islice(prompts, _WINDOW_BATCHES * batch_size)]:
             in_order = sorted(window, key=lambda row: len(row.ids))

@@ -71,12 +71,9 @@ class Runner:
         """Lay host arrays out as `where` says: a tree of specs of `sharding`, or one for all."""
         return sharding.put(self.mesh, tree, where)
 
-    def rows(self, prompts: int) -> int:
-        """Return the rows of a batch for some prompts: a power of two in each shard."""
-        rows = power_of_two(-(-prompts // self.shards))
-        if self.mesh is not None and prompts > 1 and dtype_name(self.params.embedding) == "int8":
-            rows = max(rows, 2)  # a row alone is rounded in another way: its text would depend on the mesh
-        return rows * self.shards
+    def agree(self, tree: Any) -> Any:
+        """Return what the first of several processes has: all of them must do the same."""
+        return sharding.agree(self.mesh, tree)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -121,13 +118,15 @@ class Batch:
         for ids in prompts:
             runner.check(ids)
         context = runner.params.config.max_seq_len
-        spare = runner.rows(len(prompts)) - len(prompts)  # rows of one token, full from the start
+        rows = runner.shards * batch_rows(len(prompts), runner.shards, dtype_name(runner.params.embedding))
+        spare = rows - len(prompts)  # rows of one token, full from the start
         self._runner = runner
         self._taken = np.array([len(ids) for ids in prompts] + [1] * spare, np.int32)
         ends = [min(n + s.max_new_tokens, context) for n, s in zip(self._taken.tolist(), settings, strict=False)]
         stop = Stop(np.array(stop_ids, np.int32), np.array(ends + [1] * spare, np.int32))  # type: ignore[arg-type]
         self._stop = runner.put(stop, sharding.STOP)
-        self._sampling = runner.put(to_sampling([*settings, *[Settings()] * spare]), sharding.SAMPLING)
+        sampling = runner.agree(to_sampling([*settings, *[Settings()] * spare]))  # random seeds, and so the text
+        self._sampling = runner.put(sampling, sharding.SAMPLING)
         self._read(prompts, kept)
 
     def _read(self, prompts: Sequence[Sequence[int]], kept: Kept | None) -> None:
@@ -177,6 +176,7 @@ class Batch:
         """Generate up to `steps` tokens in each row that isn't done."""
         call, params = self._runner.call, self._runner.params
         slots, before = self._tokens.shape[1], self._pos.sum()
+        steps = int(self._runner.agree(np.int32(steps)))
         with self._runner.timed("decode"):
             is_full = self._pos[~self.done].max(initial=0) + 1 >= slots
             state = self._grown(self._state, 2 * slots if is_full else slots)
@@ -204,6 +204,13 @@ class Batch:
 def common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
     """Return how many ids two sequences begin with in common."""
     return next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
+def batch_rows(prompts: int, shards: int, dtype: str) -> int:
+    """Return how many rows of a batch each of `shards` gets, with weights of a dtype."""
+    rows = power_of_two(-(-prompts // shards))
+    # int8 rounds a row alone in another way: its text would depend on the mesh.
+    return max(rows, 2) if dtype == "int8" and prompts > 1 else rows
 
 
 def block_width(rows: int, longest: int) -> int:

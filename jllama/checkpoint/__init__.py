@@ -16,12 +16,30 @@ from jax.sharding import Mesh
 
 from jllama import gguf_file
 from jllama.checkpoint import gguf, hub, huggingface, llama2c, meta
-from jllama.checkpoint.build import DTYPES, CheckpointError, Contents, build_params, expand, tensor_shapes
+from jllama.checkpoint.build import (
+    DTYPES,
+    CheckpointError,
+    Contents,
+    abstract_params,
+    build_params,
+    expand,
+    tensor_shapes,
+)
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
 from jllama.model import Params
 
-__all__ = ["DTYPES", "CheckpointError", "load", "random", "save"]
+__all__ = [
+    "DTYPES",
+    "CheckpointError",
+    "Contents",
+    "abstract_params",
+    "load",
+    "random",
+    "random_contents",
+    "read",
+    "save",
+]
 
 
 def _is_text(head: bytes) -> bool:
@@ -87,10 +105,15 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
-    contents = _read(hub.local(path))
+    contents = read(path)
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
     dtype = contents.dtype if dtype == "auto" else dtype
     return build_params(config, contents.sources, dtype=dtype, origin=str(path), mesh=mesh)
+
+
+def read(path: str | Path) -> Contents:
+    """Find out what is in a file or folder, without reading its tensors; `path` and errors are those of `load`."""
+    return _read(hub.local(path))
 
 
 def save(params: Params, path: str | Path, *, form: str = "llama2c", version: int = 0) -> None:
@@ -127,6 +150,12 @@ def random(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: expected {', '.join(DTYPES)}")
+    sources = random_contents(config, tied=tied, seed=seed).sources
+    return build_params(config, sources, dtype=dtype, origin="random weights", mesh=mesh)
+
+
+def random_contents(config: Config, *, tied: bool = False, seed: int = 0) -> Contents:
+    """Give random weights as if they were in a file of float32."""
 
     def source(name: str, shape: tuple[int, ...]) -> Source:
         key = (seed, *name.encode())
@@ -147,7 +176,7 @@ def random(
 
     shapes = tensor_shapes(config, tied=tied)
     sources = {name: source(name, shape) for kind, shape in shapes.items() for name in expand(kind, config.n_layers)}
-    return build_params(config, sources, dtype=dtype, origin="random weights", mesh=mesh)
+    return Contents(config, sources, "float32")
 
 
 def _read(path: Path) -> Contents:

@@ -117,22 +117,16 @@ def build_params(
         return params if mesh is None else sharding.join(mesh, params)
 
 
-def abstract_params(config: Config, *, dtype: str, tied: bool, parts: int = 1) -> Params:
-    """Give the shapes and dtypes of one of the `parts` of a model, as `build_params` would lay it out on a device.
+def abstract_params(config: Config, sources: Mapping[str, Source], *, dtype: str, parts: int = 1) -> Params:
+    """Give the shapes and dtypes of one of the `parts` of a model, as `build_params` lays it out on each device.
 
     Raises:
       ValueError: the model can't be divided like that.
     """
-
-    def unread(start: int, stop: int) -> Array:
-        raise AssertionError("there is nothing to read")
-
-    shapes = tensor_shapes(config, tied=tied)
-    whole = {name: Source(shape, unread) for kind, shape in shapes.items() for name in expand(kind, config.n_layers)}
-    sources = part(whole, config, 0, parts)
+    narrowed = part(sources, config, 0, parts)
 
     def read(names: Sequence[str], dtype: str) -> Any:
-        shape = _stacked_shape([sources[name] for name in names])
+        shape = _stacked_shape([narrowed[name] for name in names])
         array: Any = jax.ShapeDtypeStruct
         if dtype == "int8":
             return QuantizedWeight(array(shape, "int8"), array(shape[:1], "float32"))
