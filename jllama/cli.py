@@ -295,6 +295,8 @@ def show_plan() -> None:
     dtype = contents.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
     devices: Sequence[plan.Device] = plan.DEVICES
     if FLAGS.memory is not None:
+        if not 0 < FLAGS.memory < 1e6:
+            raise ValueError(f"memory = {FLAGS.memory:g}: expected GB of a device")
         devices = [device._replace(memory=FLAGS.memory * 1e9) for device in devices]
     found = plan.plan(contents, dtype, shape, FLAGS.batch_size, devices)
     model = Path(FLAGS.config or FLAGS.checkpoint).stem

@@ -28,9 +28,11 @@ ROOMS = {
     "session": {"chat", "generation", "llm", "runner", "settings"},
     "bench": {"decode", "model", "quant", "runner", "sampling", "settings"},
     "report": {"bench"},
+    "results": {"generation"},
+    "plan": {"checkpoint", "model", "runner", "sharding"},
     "flags": {"checkpoint", "settings"},
     "cli": {"bench", "chat", "checkpoint", "config", "generation", "llm", "model", "prompts", "report", "session"}
-    | {"flags", "settings", "tokenizer"},
+    | {"flags", "plan", "results", "settings", "sharding", "tokenizer"},
     "__init__": {"checkpoint", "generation", "llm", "settings", "tokenizer"},
 }
 
