@@ -1,6 +1,6 @@
 """Runs small models on meshes of eight CPU devices and prints what came out as JSON: `test_sharding.py` looks at it.
 
-A process has the devices that it began with, so this is one of its own: `python tests/meshes.py` with XLA_FLAGS of EIGHT.
+A process has the devices that it began with, so this is one of its own: `python tests/meshes.py` with XLA_FLAGS=EIGHT.
 """
 
 import json

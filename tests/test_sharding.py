@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import meshes
 import numpy as np
 import oracle
@@ -236,9 +235,8 @@ def alone(model: Path) -> str:
     return finish([start([*MAIN, *flags(model, "few.txt")])])[0]
 
 
-@pytest.mark.parametrize("mesh", ["model:2", "data:2"])
-def test_two_processes_print_what_one_does(model: Path, alone: str, mesh: str) -> None:
-    first, second = finish(start_two(flags(model, "few.txt", f"--mesh={mesh}")))
+def test_two_processes_print_what_one_does(model: Path, alone: str) -> None:
+    first, second = finish(start_two(flags(model, "few.txt", "--mesh=model:2")))
     assert first == alone
     assert second == ""
     assert [json.loads(line)["prompt"] for line in first.splitlines()] == (
@@ -267,7 +265,7 @@ def test_two_processes_read_a_half_each(model: Path) -> None:
     assert first["score"] == second["score"]
 
 
-@pytest.mark.parametrize(("mesh", "victim"), [("model:2", 1), ("data:2", 0)])
+@pytest.mark.parametrize(("mesh", "victim"), [pytest.param("model:2", 1, marks=pytest.mark.slow), ("data:2", 0)])
 def test_when_a_process_is_killed_the_other_ends_too(
     model: Path, alone: str, tmp_path: Path, mesh: str, victim: int
 ) -> None:
@@ -313,8 +311,9 @@ def test_what_does_not_go_with_several_devices(run: Run, model: Path, tmp_path: 
         assert words in error(run(*checked, *more)), more
 
 
-def test_one_device_is_a_mesh_too(run: Run, model: Path, alone: str) -> None:
-    assert run(*flags(model, "few.txt", "--mesh=data:1"))[1] == alone
-    llm = LLM.load(model, mesh="data:1,model:1")
-    assert llm.runner.mesh is not None
-    assert jnp.isfinite(llm.params.embedding).all()
+def test_a_model_knows_its_mesh(model: Path) -> None:
+    for mesh in ("data:1,model:1", sharding.make_mesh("data:1")):
+        llm = LLM.load(model, mesh=mesh)
+        assert llm.runner.mesh == sharding.mesh_of(llm.params) == sharding.make_mesh("data:1")
+        assert llm.score("one two").logprobs.shape == LLM.load(model).score("one two").logprobs.shape
+    assert LLM.load(model).runner.mesh is None

@@ -29,7 +29,7 @@ def main(path: str, port: str, process: str) -> None:
     sources = {name: recording(name, source) for name, source in found.sources.items()}
     params = build_params(found.config, sources, dtype="float32", origin=path, mesh=mesh)
     llm = LLM(params, tokenizer.load(tokenizer.find(path)))
-    drawn = llm.generate(["one", "two three"], max_new_tokens=8, temperature=1.0)  # seeds are drawn by one process
+    drawn = llm.generate(["one"], max_new_tokens=8, temperature=1.0)  # the seed is drawn by one process
     score = llm.score("one two three")
     result = {
         "read": read,
