@@ -107,11 +107,14 @@ def compare(case: str, folder: Path) -> dict[str, Any]:
         params = load(name, dtype, mesh, folder)
         rows = sharding.ROWS
         run = sharding.over(mesh, greedy, (sharding.specs(params), rows, rows), (rows, rows))
-        found_ids, found = map(np.asarray, run(params, *sharding.put(mesh, (tokens, length), rows)))
+        arguments = (params, *sharding.put(mesh, (tokens, length), rows))
+        program = run.lower(*arguments).compile()
+        found_ids, found = map(np.asarray, program(*arguments))
         errors = np.abs(found - logits).max(axis=(1, 2))
         wanted = [expected(name, folder, np.array([*t[:n], *i])) for t, n, i in zip(tokens, length, ids, strict=True)]
         result[text] = {
             "same ids": (found_ids == ids).all().item(),
+            "collectives": collectives(program.as_text()),
             "errors": errors.tolist(),
             "oracle": np.abs(found - wanted).max().item(),
         }

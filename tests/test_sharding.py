@@ -20,7 +20,7 @@ from console import MAIN, Run, error
 from test_cli import write_tokenizer
 
 from jllama import LLM, checkpoint, sharding
-from jllama.checkpoint import build
+from jllama.checkpoint import build, llama2c
 from jllama.checkpoint.parts import part
 from jllama.checkpoint.source import Source
 from jllama.config import Config, ConfigError, from_toml
@@ -108,9 +108,9 @@ def test_parts_make_up_the_whole(count: int) -> None:
 def test_a_part_in_int8_has_the_scales_of_whole_rows() -> None:
     weights = meshes.llama_weights("gqa")
     name = "layers.0.feed_forward.w2.weight"
-    whole = build._read([sources_of(weights)[name]], "int8")
-    for i in range(4):
-        found = build._read([part(sources_of(weights), tiny.CONFIGS["gqa"][0], i, 4)[name]], "int8")
+    (whole,) = build._read([[sources_of(weights)[name]]], "int8")
+    parts = [part(sources_of(weights), tiny.CONFIGS["gqa"][0], i, 4)[name] for i in range(4)]
+    for i, found in enumerate(build._read([[p] for p in parts], "int8")):
         np.testing.assert_array_equal(found.values, whole.values[:, 20 * i : 20 * i + 20])
         np.testing.assert_array_equal(found.scale, whole.scale)
 
@@ -148,6 +148,8 @@ def test_logits_on_a_mesh_are_those_of_one_device(found: dict[str, Any], case: s
     assert max(result["errors"]) < 1e-4
     if case.endswith("float32"):
         assert result["oracle"] < 1e-4
+    if "model" not in mesh:
+        assert result["collectives"] == {}  # each device by itself
 
 
 def test_ragged_batches_are_the_same_on_a_mesh(found: dict[str, Any]) -> None:
@@ -263,6 +265,23 @@ def test_two_processes_read_a_half_each(model: Path) -> None:
     assert first["stream"] == second["stream"] == "".join(llm.stream("one", max_new_tokens=20, temperature=0))
     np.testing.assert_allclose(first["score"], llm.score("one two three").logprobs, atol=1e-4)
     assert first["score"] == second["score"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
+@pytest.mark.parametrize("dtype", build.DTYPES)
+def test_a_process_has_memory_for_its_part_alone(tmp_path: Path, dtype: str) -> None:
+    config, tied = from_toml(ROOT / "configs/stories110M.toml")
+    head = llama2c.Header(0, config, tied)
+    path = tmp_path / "sparse.bin"
+    path.write_bytes(llama2c._pack(head))
+    os.truncate(path, llama2c.file_size(head))
+    port = str(free_port())
+    for out in finish([start([sys.executable, "-c", tiny.PEAK, str(path), dtype, port, str(i)]) for i in range(2)]):
+        grown, weights = map(int, out.splitlines()[-1].split())
+        size = {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
+        assert 0.5 < weights / (size * 109.5e6) < 0.52  # 109.5 million parameters, a half of nearly all of them
+        assert 0.95 * weights < grown < 1.2 * weights
 
 
 @pytest.mark.parametrize(("mesh", "victim"), [pytest.param("model:2", 1, marks=pytest.mark.slow), ("data:2", 0)])

@@ -107,8 +107,8 @@ def build_params(
 
         def read(names: Sequence[str], dtype: str) -> Any:
             placed = []
-            for i, on in devices.items():
-                host = _read([parts[i][name] for name in names], dtype)
+            hosts = _read([[parts[i][name] for name in names] for i in devices], dtype)
+            for host, on in zip(hosts, devices.values(), strict=True):
                 placed += [_put(host, device) for device in on]
             bar.update(sum(math.prod(sources[name].shape) for name in names))
             return placed[0] if mesh is None else jax.tree.map(lambda *leaves: sharding.Parts(leaves), *placed)
@@ -235,29 +235,34 @@ def _check(config: Config, sources: Mapping[str, Source], origin: str) -> None:
         raise CheckpointError(f"{origin}: {'; '.join(problems)}")
 
 
-def _read(parts: Sequence[Source], dtype: str) -> Any:
-    """Read tensors into one, below each other, cast to `dtype`; for int8, into those of a `QuantizedWeight`."""
-    shape = _stacked_shape(parts)
-    values, scale = _empty(shape, dtype), _empty(shape[:1], "float32")
-    for rows, block, columns in _stacked_blocks(parts):
-        if dtype == "int8":
-            block, scale[rows] = _quantize(block)
-        values[rows] = block[..., columns]
-    return QuantizedWeight(values, scale) if dtype == "int8" else values  # type: ignore[arg-type]
+def _read(parts: Sequence[Sequence[Source]], dtype: str) -> Iterator[Any]:
+    """Read some tensors of each part into one, below each other, cast to `dtype`; for int8, as a `QuantizedWeight`."""
+    if parts[0][0].columns is None:
+        for sources in parts:
+            yield from _read_columns(sources, [slice(None)], dtype)
+    else:  # of the same matrix, read once for all parts
+        found = [sources[0].columns for sources in parts if sources[0].columns is not None]
+        yield from _read_columns([found[0][0]], [columns for _, columns in found], dtype)
+
+
+def _read_columns(sources: Sequence[Source], columns: Sequence[slice], dtype: str) -> list[Any]:
+    """Read tensors into one, and give each of some slices of its columns."""
+    shape, first = _stacked_shape(sources), 0
+    scale = _empty(shape[:1], "float32")
+    found = [_empty((*shape[:-1], len(range(shape[-1])[c])) if len(shape) > 1 else shape, dtype) for c in columns]
+    for source in sources:
+        for start, stop in blocks(source.shape):
+            block, rows = source.read(start, stop), slice(first + start, first + stop)
+            if dtype == "int8":
+                block, scale[rows] = _quantize(block)
+            for values, wanted in zip(found, columns, strict=True):
+                values[rows] = block[..., wanted]
+        first += source.shape[0]
+    return [QuantizedWeight(values, scale) for values in found] if dtype == "int8" else found  # type: ignore[arg-type]
 
 
 def _stacked_shape(parts: Sequence[Source]) -> tuple[int, ...]:
     return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-
-
-def _stacked_blocks(parts: Sequence[Source]) -> Iterator[tuple[slice, Array, slice]]:
-    """Read tensors block by block: which rows of all, whole rows, and the columns of them that are wanted."""
-    first = 0
-    for source in parts:
-        whole, columns = source.columns or (source, slice(None))
-        for start, stop in blocks(whole.shape):
-            yield slice(first + start, first + stop), whole.read(start, stop), columns
-        first += source.shape[0]
 
 
 def _quantize(block: Array) -> tuple[Array, Array]:
