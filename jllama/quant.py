@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jllama import native
+
 
 class QuantizedWeight(NamedTuple):
     """An int8 matrix with one scale a row: `weight[o, i] = values[o, i] * scale[o]`."""
@@ -61,34 +63,36 @@ class Linear(NamedTuple):
     bias: jax.Array | None = None
 
 
-def linear(layer: Linear, x: jax.Array, *, fine: bool = False) -> jax.Array:
+def linear(layer: Linear, x: jax.Array, *, fine: bool = False, use_native: bool = False) -> jax.Array:
     """Multiply float32 `x [..., in]` by a weight `[out, in]` and add the bias -> float32 `[..., out]`.
 
     float32 weights are exact (no TF32 on GPUs). bfloat16 weights round `x` to bfloat16. int8 weights round `x` to
     int8 with one scale a row, sum in int32 and scale back; with `fine`, what the rounding left is rounded to int8 in
     its turn and multiplied too, at twice the cost. A single row is always fine: its product is as slow as that of two.
+    `use_native` lets the kernels of `native` multiply few rows.
     """
     w, bias = layer
     rows = x.reshape(-1, x.shape[-1])
     n = rows.shape[0]
+    dot = native.dot if use_native and n <= native.MAX_ROWS else _dot
     if isinstance(w, QuantizedWeight):
         q = quantize(rows)
         if fine or n == 1:
             rest = quantize(rows - q.values.astype(jnp.float32) * q.scale[:, None])
             q = jax.tree.map(lambda *parts: jnp.concatenate(parts), q, rest)
-        y = _dot(w.values, q.values, jnp.int32).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
+        y = dot(w.values, q.values, jnp.int32).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
         y = y[:n] if y.shape[0] == n else y[:n] + y[n:]
-    elif n == 1 and w.dtype != jnp.float32:
+    elif n == 1 and w.dtype != jnp.float32 and dot is _dot:
         # One row alone falls into a scalar loop on CPU, 10 to 20 times slower than two.
         y = _dot(w, jnp.pad(rows.astype(w.dtype), ((0, 1), (0, 0))), jnp.float32)[:1]
     else:
-        y = _dot(w, rows.astype(w.dtype), jnp.float32)
+        y = dot(w, rows.astype(w.dtype), jnp.float32)
     if bias is not None:
         y = y + bias[None]
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _dot(w: jax.Array, rows: jax.Array, accumulate: jnp.dtype | type) -> jax.Array:
+def _dot(w: jax.Array, rows: jax.Array, accumulate: type) -> jax.Array:
     """`rows [R, in]` times `w [out, in]` transposed, `[R, out]`, summed in `accumulate`."""
     # With the weights as the left operand the CPU's kernels for few rows run at the speed of memory.
     return lax.dot_general(
