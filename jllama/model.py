@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jllama import native
 from jllama.config import Config
 from jllama.quant import Linear, Weight, linear, take
 
@@ -56,7 +57,7 @@ class Params:
 
 
 class Cache(NamedTuple):
-    """Keys and values of past tokens, one pair of leaves a layer, each float32 `[B*K, S, H]`.
+    """Keys and values of past tokens, one pair of leaves a layer, each `[B*K, S, H]` in `config.kv_dtype`.
 
     It keeps no position: slot s of a row is valid if and only if s <= the row's position. Batch and heads share an
     axis because a batch axis of size 1 makes XLA's CPU back end copy the whole cache in every step.
@@ -70,7 +71,7 @@ def init_cache(params: Params, batch: int, length: int) -> Cache:
     """Make an empty cache of `length` slots for `batch` rows."""
     config = params.config
     shape = (batch * config.n_kv_heads, length, config.head_dim)
-    leaves = tuple(jnp.zeros(shape, jnp.float32) for _ in range(2 * config.n_layers))
+    leaves = tuple(jnp.zeros(shape, config.kv_dtype) for _ in range(2 * config.n_layers))
     return Cache(k=leaves[: config.n_layers], v=leaves[config.n_layers :])
 
 
@@ -144,7 +145,8 @@ def forward(params: Params, cache: Cache, tokens: jax.Array, start: jax.Array) -
 
 def head(params: Params, hidden: jax.Array) -> jax.Array:
     """Turn hidden states `[..., D]` into float32 logits `[..., V]`."""
-    logits = linear(Linear(params.embedding if params.output is None else params.output), hidden)
+    weight = Linear(params.embedding if params.output is None else params.output)
+    logits = linear(weight, hidden, use_native=params.config.native)
     if params.config.axis is not None:
         logits = lax.all_gather(logits, params.config.axis, axis=logits.ndim - 1, tiled=True)
         logits = logits[..., : params.config.vocab_size]  # without the rows that fill up the last part
@@ -168,7 +170,9 @@ def attention(
     b, t, _ = x.shape
     n_kv, h = config.n_kv_heads, config.head_dim
     g = config.n_heads // n_kv
-    q, k, v = jnp.split(linear(layer.wqkv, x), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
+    q, k, v = jnp.split(
+        linear(layer.wqkv, x, use_native=config.native), (config.q_dim, config.q_dim + config.kv_dim), axis=-1
+    )
     q, k, v = q.reshape(b, t, n_kv * g, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
@@ -176,27 +180,38 @@ def attention(
         q, k = rotate(q, rotation[:, :, None]), rotate(k, rotation[:, :, None])
 
     first = jnp.repeat(positions[:, 0], n_kv)
-    k_cache = _write(k_cache, k.swapaxes(1, 2).reshape(b * n_kv, t, h), first)
-    v_cache = _write(v_cache, v.swapaxes(1, 2).reshape(b * n_kv, t, h), first)
-
+    k, v = k.swapaxes(1, 2).reshape(b * n_kv, t, h), v.swapaxes(1, 2).reshape(b * n_kv, t, h)
     # The G query heads of a key head are rows of one product, beside the T tokens.
     q = q.reshape(b, t, n_kv, g, h).transpose(0, 2, 1, 3, 4).reshape(b * n_kv, t * g, h) * (h**-0.5)
-    scores = jnp.einsum("nqh,nsh->nqs", q, k_cache, precision=lax.Precision.HIGHEST).reshape(b, n_kv, t, g, -1)
+    if config.native and t == 1:
+        out, k_cache, v_cache = native.attend(q, k, v, k_cache, v_cache, first, config.sliding_window)
+    else:
+        k_cache, v_cache = _write(k_cache, k, first), _write(v_cache, v, first)
+        out = _attend(config, q, k_cache, v_cache, positions)
+    out = out.reshape(b, n_kv, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, -1)
+    return linear(layer.wo, out, axis=config.axis, use_native=config.native), k_cache, v_cache
+
+
+def _attend(config: Config, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+    """Attend with `q [B*K, T*G, H]` to the slots of `k` and `v [B*K, S, H]` that each of `positions [B, T]` sees."""
+    b, t = positions.shape
+    scores = jnp.einsum("nqh,nsh->nqs", q, k.astype(q.dtype), precision=lax.Precision.HIGHEST)
+    scores = scores.reshape(b, config.n_kv_heads, t, -1, k.shape[1])
     slots = lax.broadcasted_iota(jnp.int32, scores.shape, 4)
     here = positions[:, None, :, None, None]
     visible = slots <= here
     if config.sliding_window is not None:
         visible &= slots > here - config.sliding_window
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).reshape(b * n_kv, t * g, -1)
-    out = jnp.einsum("nqs,nsh->nqh", weights, v_cache, precision=lax.Precision.HIGHEST)
-    out = out.reshape(b, n_kv, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, -1)
-    return linear(layer.wo, out, axis=config.axis), k_cache, v_cache
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).reshape(*q.shape[:2], -1)
+    return jnp.einsum("nqs,nsh->nqh", weights, v.astype(q.dtype), precision=lax.Precision.HIGHEST)
 
 
 def _write(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
     """Write `new [B*K, T, H]` into `cache [B*K, S, H]`, row n at slots `first[n] .. first[n] + T - 1`."""
     # Vmapped, this compiles to a scatter: updated in place inside the decoding loop, each row at its own position.
-    return jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, jnp.int32(0))))(cache, new, first)
+    return jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, jnp.int32(0))))(
+        cache, new.astype(cache.dtype), first
+    )
 
 
 def feed_forward(config: Config, layer: Layer, x: jax.Array) -> jax.Array:
@@ -204,13 +219,14 @@ def feed_forward(config: Config, layer: Layer, x: jax.Array) -> jax.Array:
 
     Sources: Shazeer, arXiv 2002.05202; Hendrycks and Gimpel, arXiv 1606.08415, the tanh form.
     """
-    hidden = linear(layer.w13, x)
+    hidden = linear(layer.w13, x, use_native=config.native)
     if config.activation == "gelu":
         hidden = jax.nn.gelu(hidden, approximate=True)
     else:
         gate, up = jnp.split(hidden, 2, axis=-1)
         hidden = jax.nn.silu(gate) * up
-    return linear(layer.w2, hidden, fine=True, axis=config.axis)  # a few of its inputs are far larger than the others
+    # A few of the inputs are far larger than the others.
+    return linear(layer.w2, hidden, fine=True, axis=config.axis, use_native=config.native)
 
 
 def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jllama import native
+
 
 class QuantizedWeight(NamedTuple):
     """An int8 matrix with one scale a row: `weight[o, i] = values[o, i] * scale[o]`."""
@@ -72,7 +74,9 @@ class Linear(NamedTuple):
     bias: jax.Array | None = None
 
 
-def linear(layer: Linear, x: jax.Array, *, fine: bool = False, axis: str | None = None) -> jax.Array:
+def linear(
+    layer: Linear, x: jax.Array, *, fine: bool = False, axis: str | None = None, use_native: bool = False
+) -> jax.Array:
     """Multiply float32 `x [..., in]` by a weight `[out, in]` and add the bias -> float32 `[..., out]`.
 
     float32 weights are exact (no TF32 on GPUs). bfloat16 weights round `x` to bfloat16. int8 weights round `x` to
@@ -80,23 +84,25 @@ def linear(layer: Linear, x: jax.Array, *, fine: bool = False, axis: str | None 
     its turn and multiplied too, at twice the cost. A single row is always fine: its product is as slow as that of two.
 
     `axis` is the mesh axis over which the inputs are divided, if they are: products are summed over it. int8's are
-    summed as integers, and its scales are of whole rows, so that the result doesn't depend on the mesh.
+    summed as integers, and its scales are of whole rows, so that the result doesn't depend on the mesh. `use_native`
+    lets the kernels of `native` multiply few rows.
     """
     w, bias = layer
     rows = x.reshape(-1, x.shape[-1])
     n = rows.shape[0]
+    dot = native.dot if use_native and n <= native.MAX_ROWS else _dot
     if isinstance(w, QuantizedWeight):
         q = quantize(rows, axis)
         if fine or n == 1:
             rest = quantize(rows - q.values.astype(jnp.float32) * q.scale[:, None], axis)
             q = jax.tree.map(lambda *parts: jnp.concatenate(parts), q, rest)
-        y = _sum(_dot(w.values, q.values, jnp.int32), axis).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
+        y = _sum(dot(w.values, q.values, jnp.int32), axis).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
         y = y[:n] if y.shape[0] == n else y[:n] + y[n:]
-    elif n == 1 and w.dtype != jnp.float32:
+    elif n == 1 and w.dtype != jnp.float32 and dot is _dot:
         # One row alone falls into a scalar loop on CPU, 10 to 20 times slower than two.
         y = _sum(_dot(w, jnp.pad(rows.astype(w.dtype), ((0, 1), (0, 0))), jnp.float32)[:1], axis)
     else:
-        y = _sum(_dot(w, rows.astype(w.dtype), jnp.float32), axis)
+        y = _sum(dot(w, rows.astype(w.dtype), jnp.float32), axis)
     if bias is not None:
         y = y + bias[None]
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -107,7 +113,7 @@ def _sum(y: jax.Array, axis: str | None) -> jax.Array:
     return total
 
 
-def _dot(w: jax.Array, rows: jax.Array, accumulate: jnp.dtype | type) -> jax.Array:
+def _dot(w: jax.Array, rows: jax.Array, accumulate: type) -> jax.Array:
     """`rows [R, in]` times `w [out, in]` transposed, `[R, out]`, summed in `accumulate`."""
     # With the weights as the left operand the CPU's kernels for few rows run at the speed of memory.
     return lax.dot_general(

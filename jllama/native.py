@@ -1,0 +1,86 @@
+"""The optional kernels of native.cc: products of few rows, and attention of one token, at the speed of memory.
+
+`pip install` compiles them where it finds a C++ compiler on Linux for x86-64; elsewhere, and on processors without
+AVX-512, XLA's own kernels do the work. Nothing but speed depends on them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import jax
+import numpy as np
+
+MAX_ROWS = 64  # of a product; XLA is as fast with more
+
+
+def _load() -> ctypes.CDLL | None:
+    """Load the library and make its kernels known to XLA; None where it was not built or can't run here."""
+    # It uses no Python, so that of another Python version serves as well.
+    for path in sorted(Path(__file__).parent.glob("_native*.so")):
+        library = ctypes.CDLL(str(path))
+        if library.jllama_supported():
+            for name in ("jllama_dot", "jllama_attend"):
+                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+            return library
+    return None
+
+
+_LIBRARY = _load()
+
+
+def available() -> bool:
+    """Whether the kernels can serve JAX's default backend here."""
+    return _LIBRARY is not None and jax.default_backend() == "cpu"
+
+
+def choose(kernels: str) -> bool:
+    """Whether to use the kernels, where "auto", "xla" or "native" is asked for.
+
+    Raises:
+      ValueError: another word, or "native" where they are not available.
+    """
+    if kernels not in ("auto", "xla", "native"):
+        raise ValueError(f"kernels = {kernels!r}: expected auto, xla or native")
+    if kernels == "native" and not available():
+        raise ValueError(
+            "kernels = native: they were not built, or this processor or backend has no use for them: expected Linux "
+            "on x86-64 with AVX-512 (VNNI, BF16) and `pip install` with a C++ compiler; kernels = auto does without"
+        )
+    return kernels != "xla" and available()
+
+
+def dot(w: jax.Array, rows: jax.Array, accumulate: type) -> jax.Array:
+    """Multiply `rows [R, in]` by `w [out, in]` transposed: `[R, out]`, summed in `accumulate`.
+
+    Both are float32 or both bfloat16, summed in float32, or both int8, summed in int32.
+    """
+    result = jax.ShapeDtypeStruct((rows.shape[0], w.shape[0]), accumulate)
+    y: jax.Array = jax.ffi.ffi_call("jllama_dot", result)(w, rows)
+    return y
+
+
+def attend(
+    q: jax.Array, new_k: jax.Array, new_v: jax.Array, k: jax.Array, v: jax.Array, last: jax.Array, window: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write one key and value a row to a cache, in its memory, and attend to the slots up to them.
+
+    Args:
+      q: float32 `[B*K, G, H]`, scaled: the query heads of each key head.
+      new_k: float32 `[B*K, 1, H]`.
+      new_v: the same.
+      k: float32 or bfloat16 `[B*K, S, H]`.
+      v: the same.
+      last: int32 `[B*K]`, below S: the slots of the new keys and values.
+      window: how many slots up to the last are seen; None: all.
+
+    Returns:
+      float32 `[B*K, G, H]`, `k` and `v`.
+    """
+    results = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in ((q, np.float32), (k, k.dtype), (v, v.dtype))]
+    call = jax.ffi.ffi_call("jllama_attend", results, input_output_aliases={3: 1, 4: 2})
+    out: tuple[jax.Array, jax.Array, jax.Array] = call(
+        q, new_k, new_v, k, v, last, window=np.int64(k.shape[1] if window is None else window)
+    )
+    return out
