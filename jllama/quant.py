@@ -74,19 +74,23 @@ def linear(layer: Linear, x: jax.Array, *, fine: bool = False, use_native: bool 
     w, bias = layer
     rows = x.reshape(-1, x.shape[-1])
     n = rows.shape[0]
-    dot = native.dot if use_native and n <= native.MAX_ROWS else _dot
-    if isinstance(w, QuantizedWeight):
+    use_native = use_native and n <= native.MAX_ROWS
+    if isinstance(w, QuantizedWeight) and use_native:
+        y = native.dot_int8(w.values, w.scale, rows, fine=fine or n == 1)
+    elif isinstance(w, QuantizedWeight):
         q = quantize(rows)
         if fine or n == 1:
             rest = quantize(rows - q.values.astype(jnp.float32) * q.scale[:, None])
             q = jax.tree.map(lambda *parts: jnp.concatenate(parts), q, rest)
-        y = dot(w.values, q.values, jnp.int32).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
+        y = _dot(w.values, q.values, jnp.int32).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
         y = y[:n] if y.shape[0] == n else y[:n] + y[n:]
-    elif n == 1 and w.dtype != jnp.float32 and dot is _dot:
+    elif use_native:
+        y = native.dot(w, rows.astype(w.dtype))
+    elif n == 1 and w.dtype != jnp.float32:
         # One row alone falls into a scalar loop on CPU, 10 to 20 times slower than two.
         y = _dot(w, jnp.pad(rows.astype(w.dtype), ((0, 1), (0, 0))), jnp.float32)[:1]
     else:
-        y = dot(w, rows.astype(w.dtype), jnp.float32)
+        y = _dot(w, rows.astype(w.dtype), jnp.float32)
     if bias is not None:
         y = y + bias[None]
     return y.reshape(*x.shape[:-1], y.shape[-1])
