@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ import numpy as np
 from absl import flags, logging
 from tqdm import tqdm
 
-from jllama import bench, chat, checkpoint, config, prompts, report, tokenizer
+from jllama import bench, chat, checkpoint, config, plan, prompts, report, results, sharding, tokenizer
 from jllama.checkpoint import hub
 from jllama.checkpoint.files import replacing
 from jllama.flags import FLAGS, usage
 from jllama.generation import Completion, Prompt
-from jllama.llm import LLM, Score
+from jllama.llm import LLM, Score, check_batch_size
 from jllama.model import Params
 from jllama.prompts import standard_input
 from jllama.session import Session
@@ -39,8 +40,10 @@ CHAT_HELP = "/reset forgets the conversation, /system TEXT begins anew with that
 
 def run() -> None:
     """Run the command line and exit: 0 if all went well, 1 after an error, 130 after Ctrl-C."""
-    if (code := main(sys.argv)) == 130:
-        # A compilation that was broken off may still run on other threads, which an orderly exit would crash.
+    code = main(sys.argv)
+    # A compilation that was broken off may still run on other threads, which an orderly exit would crash. And such an
+    # exit waits for the other processes, which after an error wait for this one.
+    if code == 130 or (code and jax.distributed.is_initialized()):
         os._exit(code)
     sys.exit(code)
 
@@ -61,7 +64,14 @@ def main(argv: list[str]) -> int:
         elif FLAGS.save:
             save()
         else:
-            {"generate": generate, "chat": talk, "perplexity": perplexity, "bench": benchmark}[FLAGS.mode]()
+            modes = {
+                "generate": generate,
+                "chat": talk,
+                "perplexity": perplexity,
+                "bench": benchmark,
+                "plan": show_plan,
+            }
+            modes[FLAGS.mode]()
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -72,6 +82,11 @@ def main(argv: list[str]) -> int:
             traceback.print_exc()
         print(f"jllama: {e if str(e) == NO_MODEL else ' '.join(str(e).split())}", file=sys.stderr)
         return 1
+    except jax.errors.JaxRuntimeError as e:
+        if jax.process_count() == 1:
+            raise
+        print(f"jllama: another process ended, or can't be reached: {' '.join(str(e).split())}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -79,12 +94,16 @@ def generate() -> None:
     """Continue the prompts: one as a stream of text, several as JSON lines."""
     if FLAGS.prompt and FLAGS.prompt_file:
         raise ValueError("--prompt and --prompt_file: expected one of the two")
+    if FLAGS.resume and not (FLAGS.output and FLAGS.prompt_file):
+        raise ValueError("--resume goes on with the answers to a --prompt_file in --output: expected both")
+    if FLAGS.output:
+        results.check(Path(FLAGS.output), resume=FLAGS.resume)
     settings = _settings()
     llm, load_seconds = _load()
     try:
         if FLAGS.prompt_file:
             _print_file(llm, settings)
-        elif len(FLAGS.prompt) > 1 or FLAGS.logprobs:
+        elif len(FLAGS.prompt) > 1 or FLAGS.logprobs or FLAGS.output:
             requests = [Prompt(text, settings) for text in FLAGS.prompt or [""]]
             for request in requests:
                 llm.encode(request)
@@ -103,30 +122,57 @@ def _settings() -> Settings:
 
 def _print_file(llm: LLM, settings: Settings) -> None:
     """Answer the prompts of a file; a fault in any line comes up before work on the first begins."""
-    count = None
-    if Path(FLAGS.prompt_file).is_file():  # pipes can be read only once
-        count = sum(1 for _ in prompts.read(FLAGS.prompt_file, settings, llm.encode))
-    _print_json(llm, prompts.read(FLAGS.prompt_file, settings, llm.encode), count)
+
+    def read() -> Iterator[Prompt]:
+        return prompts.read(FLAGS.prompt_file, settings, llm.encode)
+
+    is_file = Path(FLAGS.prompt_file).is_file()  # pipes can be read only once
+    if not is_file and (FLAGS.resume or jax.process_count() > 1):
+        raise ValueError(f"{FLAGS.prompt_file}: expected a regular file, to be read several times")
+    count = sum(1 for _ in read()) if is_file else None
+    done = _count_results(llm, read()) if FLAGS.resume else 0
+    _print_json(llm, itertools.islice(read(), done, None), count, done)
 
 
-def _print_json(llm: LLM, requests: Iterator[Prompt], count: int | None) -> None:
-    """Print one JSON line a prompt, in order, those of a window as soon as it is done."""
-    with tqdm(total=count, unit=" prompts", file=sys.stderr, disable=None) as bar:
+def _count_results(llm: LLM, requests: Iterator[Prompt]) -> int:
+    """Count the answers that are there already. The first process looks, and the others take its word."""
+    done, fault = 0, None
+    if jax.process_index() == 0:
+        try:
+            done = results.count(Path(FLAGS.output), requests, _fields())
+        except (ValueError, OSError) as e:
+            done, fault = -1, e
+    done = int(llm.runner.agree(np.int32(done)))
+    if done < 0:
+        raise fault or ValueError(f"{FLAGS.output}: the first process can't go on with it")
+    return done
+
+
+def _print_json(llm: LLM, requests: Iterator[Prompt], count: int | None, done: int = 0) -> None:
+    """Write one JSON line a prompt, in order, those of a window as soon as it is done."""
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(tqdm(total=count, initial=done, unit=" prompts", file=sys.stderr, disable=None))
+        path = FLAGS.output if jax.process_index() == 0 else os.devnull
+        file = stack.enter_context(open(path, "ab")) if FLAGS.output else None
         for completion in llm.complete(requests, batch_size=FLAGS.batch_size, progress=bar.update):
-            tqdm.write(_json(completion), file=sys.stdout)
-            sys.stdout.flush()
+            line = json.dumps({name: value(completion) for name, value in _fields().items()}, ensure_ascii=False)
+            if file is None:
+                tqdm.write(line, file=sys.stdout)
+                sys.stdout.flush()
+            else:
+                file.write(f"{line}\n".encode())
+                file.flush()
 
 
-def _json(completion: Completion) -> str:
-    fields: dict[str, Any] = {
-        "prompt": completion.prompt,
-        "text": completion.text,
-        "tokens": len(completion.tokens),
-        "finish_reason": completion.finish_reason,
+def _fields() -> dict[str, Callable[[Completion], Any]]:
+    """Return what a JSON line says of a completion."""
+    fields: dict[str, Callable[[Completion], Any]] = {
+        "prompt": lambda completion: completion.prompt,
+        "text": lambda completion: completion.text,
+        "tokens": lambda completion: len(completion.tokens),
+        "finish_reason": lambda completion: completion.finish_reason,
     }
-    if FLAGS.logprobs:
-        fields["logprobs"] = completion.logprobs
-    return json.dumps(fields, ensure_ascii=False)
+    return fields | ({"logprobs": lambda completion: completion.logprobs} if FLAGS.logprobs else {})
 
 
 def _print_stream(llm: LLM, prompt: Prompt) -> None:
@@ -143,6 +189,8 @@ def _print_stream(llm: LLM, prompt: Prompt) -> None:
 
 def talk() -> None:
     """Answer questions from standard input until it ends, with the conversation in mind."""
+    if FLAGS.coordinator:
+        raise ValueError("--mode=chat reads from one terminal: expected no --coordinator")
     settings = _settings()
     llm, load_seconds = _load()
     path = hub.local(FLAGS.checkpoint) if FLAGS.checkpoint else Path(FLAGS.tokenizer)
@@ -234,9 +282,32 @@ def _print_score(llm: LLM, score: Score) -> None:
     )
 
 
+def show_plan() -> None:
+    """Print what the model would need on a mesh that need not be here."""
+    _check_source()
+    shape = sharding.parse(FLAGS.mesh) if FLAGS.mesh else sharding.Shape()
+    check_batch_size(FLAGS.batch_size)
+    if FLAGS.config:
+        sizes, tied = config.from_toml(FLAGS.config)
+        contents = checkpoint.random_contents(sizes, tied=tied)
+    else:
+        contents = checkpoint.read(FLAGS.checkpoint)
+    dtype = contents.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
+    devices: Sequence[plan.Device] = plan.DEVICES
+    if FLAGS.memory is not None:
+        if not 0 < FLAGS.memory < 1e6:
+            raise ValueError(f"memory = {FLAGS.memory:g}: expected GB of a device")
+        devices = [device._replace(memory=FLAGS.memory * 1e9) for device in devices]
+    found = plan.plan(contents, dtype, shape, FLAGS.batch_size, devices)
+    model = Path(FLAGS.config or FLAGS.checkpoint).stem
+    title = f"{model} in {dtype} on data:{shape.data},model:{shape.model}, a batch of {FLAGS.batch_size}"
+    print(plan.table(found, title))
+
+
 def benchmark() -> None:
     """Measure the model and print the report."""
     _check_source()
+    _expect_one_device("--mode=bench")
     wrong = [x for x in FLAGS.bench_batches if not (x.isdecimal() and int(x) > 0)]
     if wrong or not FLAGS.bench_batches:
         raise ValueError(f"bench_batches = {','.join(FLAGS.bench_batches)}: expected numbers of 1 or more")
@@ -265,6 +336,7 @@ def benchmark() -> None:
 def save() -> None:
     """Convert the model; from float32 where no other dtype is asked for, so that nothing is lost."""
     _check_source()
+    _expect_one_device("--save")
     dtype = "float32" if FLAGS.dtype == "auto" else FLAGS.dtype
     checkpoint.save(_params(dtype), FLAGS.save, form=FLAGS.save_form, version=int(FLAGS.save_version))
     print(f"jllama: wrote {FLAGS.save}", file=sys.stderr)
@@ -274,6 +346,7 @@ def _load() -> tuple[LLM, float]:
     """Load the model and its tokenizer, and say how many seconds it took."""
     began = time.perf_counter()
     _check_source()
+    _connect()
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
     path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(hub.local(FLAGS.checkpoint))
@@ -289,15 +362,36 @@ def _check_source() -> None:
         raise ValueError("--checkpoint and --config: expected one of the two")
 
 
+def _expect_one_device(what: str) -> None:
+    if FLAGS.mesh or FLAGS.coordinator:
+        raise ValueError(f"{what} uses one device: expected neither --mesh nor --coordinator")
+
+
+def _connect() -> None:
+    """Join the other processes of this run, if there are any. Only the first writes to standard output."""
+    if not sharding.connect(FLAGS.coordinator, FLAGS.num_processes, FLAGS.process_id):
+        return
+    # Libraries below print there too (Gloo does): what they print goes to standard error.
+    sys.stdout.flush()
+    out = os.dup(sys.stdout.fileno()) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = open(out, "w", encoding=sys.stdout.encoding)  # noqa: SIM115  # it stays until the end
+    if not FLAGS.mesh:
+        raise ValueError(f"--mesh is missing: expected one of {jax.device_count()} devices, those of all processes")
+
+
 def _params(dtype: str) -> Params:
+    mesh = sharding.make_mesh(FLAGS.mesh) if FLAGS.mesh else None
     if FLAGS.config:
         sizes, tied = config.from_toml(FLAGS.config)
-        return checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, tied=tied)
-    return checkpoint.load(FLAGS.checkpoint, dtype=dtype, rope_theta=FLAGS.rope_theta)
+        return checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, tied=tied, mesh=mesh)
+    return checkpoint.load(FLAGS.checkpoint, dtype=dtype, rope_theta=FLAGS.rope_theta, mesh=mesh)
 
 
 def _report(llm: LLM, load_seconds: float) -> None:
     """Say on standard error where the time went."""
+    if jax.process_index():
+        return
     t = llm.timings
     phases = [("prompt", t.prompt_tokens, t.prompt_seconds), ("generation", t.decode_tokens, t.decode_seconds)]
     rates = [f"{name} {_rate(tokens, seconds)}" for name, tokens, seconds in phases if seconds]

@@ -72,6 +72,8 @@ class Config:
       activation: "silu", of a gate, or "gelu", of GPT-2's plain feed-forward.
       kv_dtype: what keys and values are kept in; with the next one not the model's but the user's choice.
       native: whether the kernels of `native` run what they can, in XLA's place.
+      axis: the mesh axis over which heads, feed-forward and vocabulary are divided, where this is what one device
+        has of a model (`sharding.part`); None: all of it.
 
     Raises:
       ConfigError: with every field that is wrong, by name.
@@ -94,6 +96,7 @@ class Config:
     activation: Literal["silu", "gelu"] = "silu"
     kv_dtype: Literal["float32", "bfloat16"] = "float32"
     native: bool = False
+    axis: str | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and _is_size(self.dim) and _is_size(self.n_heads) and self.dim % self.n_heads == 0:
@@ -150,6 +153,8 @@ def from_toml(path: str | Path) -> tuple[Config, bool]:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
     tied = fields.pop("tied", False)
     try:
+        if "axis" in fields:
+            raise ConfigError("axis is no size of a model: expected --mesh")
         if not isinstance(tied, bool):
             raise ConfigError(f"tied = {tied!r}: expected true or false")
         if "rope_scaling" in fields:

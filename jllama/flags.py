@@ -27,7 +27,10 @@ def _cache_folder() -> Path:
 GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
     "What to run": [
         flags.DEFINE_enum(
-            "mode", "generate", ["generate", "chat", "perplexity", "bench"], "continue prompts, talk, score, measure"
+            "mode",
+            "generate",
+            ["generate", "chat", "perplexity", "bench", "plan"],
+            "continue prompts, talk, score, measure; say what it would need",
         ),
         flags.DEFINE_string(
             "checkpoint",
@@ -56,6 +59,8 @@ GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
         flags.DEFINE_string("system_prompt", "", "in mode chat: the system message"),
         flags.DEFINE_integer("batch_size", 8, "how many prompts share a step"),
         flags.DEFINE_bool("echo", True, "print a single prompt before what follows it; --noecho leaves it out"),
+        flags.DEFINE_string("output", None, "write the answers, as JSON lines, into this file, which must be new"),
+        flags.DEFINE_bool("resume", False, "go on after the answers that a run with the same flags left in --output"),
         flags.DEFINE_bool("logprobs", False, "answer in JSON lines, with the log-probability of each generated token"),
     ],
     "Sampling": [
@@ -71,6 +76,22 @@ GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
         flags.DEFINE_float("repetition_penalty", Settings.repetition_penalty, "above 1: repeat less; 1: off"),
         flags.DEFINE_integer("seed", None, "equal seed, equal text; unset: another text every time"),
         flags.DEFINE_multi_string("stop", [], "end the text before this string; may be given several times"),
+    ],
+    "Devices": [
+        flags.DEFINE_string(
+            "mesh",
+            None,
+            "use all devices: data:N,model:M makes N parts of each batch and M of the model; see docs/devices.md",
+        ),
+        flags.DEFINE_string(
+            "coordinator",
+            None,
+            "of several processes with one mesh: HOST:PORT where process 0 listens; or auto, without the next two: "
+            "what JAX finds in the environment (TPU pod, SLURM)",
+        ),
+        flags.DEFINE_integer("num_processes", None, "how many processes there are"),
+        flags.DEFINE_integer("process_id", None, "which of them this is, from 0; process 0 prints"),
+        flags.DEFINE_float("memory", None, "in mode plan: GB of a device; unset: those of some known ones"),
     ],
     "Conversion": [
         flags.DEFINE_string("save", None, "write the model here, and stop"),

@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
 
-import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from jllama import checkpoint, decode, generation
+from jllama import checkpoint, decode, generation, sharding
 from jllama import tokenizer as tokenizers
 from jllama.checkpoint import hub
 from jllama.generation import Completion, Prompt, Row
@@ -52,6 +52,12 @@ class Score:
         return float(-np.sum(self.logprobs, dtype=np.float64) / np.log(2) / self.n_bytes)
 
 
+def check_batch_size(batch_size: int) -> None:
+    """Raise ValueError for a number of prompts that can't share a step."""
+    if not (isinstance(batch_size, int) and 1 <= batch_size <= _MAX_BATCH):
+        raise ValueError(f"batch_size = {batch_size!r}: expected an integer from 1 to {_MAX_BATCH}")
+
+
 class LLM:
     """A model, its tokenizer, and the programs compiled for them so far."""
 
@@ -79,6 +85,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         dtype: str = "auto",
         rope_theta: float | None = None,
+        mesh: str | Mesh | None = None,
     ) -> LLM:
         """Load a checkpoint and its tokenizer.
 
@@ -87,15 +94,19 @@ class LLM:
           tokenizer: the file of its tokenizer; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
+          mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `sharding.make_mesh` makes;
+            None: the default device.
 
         Raises:
           CheckpointError: the checkpoint can't be read.
           TokenizerError: the tokenizer can't be found or read.
-          ValueError: they don't fit each other.
+          ValueError: they don't fit each other, or the mesh doesn't fit the devices or the model.
         """
+        if isinstance(mesh, str):
+            mesh = sharding.make_mesh(mesh)
         path = hub.local(path)
         found = tokenizers.load(tokenizers.find(path) if tokenizer is None else tokenizer)
-        return cls(checkpoint.load(path, dtype=dtype, rope_theta=rope_theta), found)
+        return cls(checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, mesh=mesh), found)
 
     @property
     def timings(self) -> Timings:
@@ -149,8 +160,7 @@ class LLM:
           ValueError: a wrong batch size, or a prompt longer than the context; windows before it are done.
           FloatingPointError: the model's logits are not finite.
         """
-        if not (isinstance(batch_size, int) and 1 <= batch_size <= _MAX_BATCH):
-            raise ValueError(f"batch_size = {batch_size!r}: expected an integer from 1 to {_MAX_BATCH}")
+        check_batch_size(batch_size)
         prompts = iter(prompts)
         while window := [self._row(p) for p in itertools.islice(prompts, _WINDOW_BATCHES * batch_size)]:
             in_order = sorted(window, key=lambda row: len(row.ids))
@@ -195,11 +205,13 @@ class LLM:
             raise ValueError("the text to score is empty")
         width = self.window - 1
         rows = min(-(-len(ids) // width), max(1, _SCORE_TOKENS // width))
-        blocks = -(-len(ids) // (width * rows))
-        windows = np.pad(ids, (0, blocks * rows * width - len(ids))).reshape(blocks, rows, width)
+        rows = -(-rows // self.runner.shards) * self.runner.shards
+        count = -(-len(ids) // (width * rows))
+        windows = np.pad(ids, (0, count * rows * width - len(ids))).reshape(count, rows, width)
         windows = np.pad(windows, ((0, 0), (0, 0), (1, 0)), constant_values=self.tokenizer.bos)
         with self.runner.timed("prompt"):
-            scored = [jax.device_get(self.runner.call(decode.compiled_score, self.params, block)) for block in windows]
+            blocks = [self.runner.put(window, sharding.ROWS) for window in windows]
+            scored = [sharding.get(self.runner.call(decode.compiled_score, self.params, block)) for block in blocks]
         self.timings.prompt_tokens += len(ids)
         logprobs, best = (np.concatenate([np.ravel(s) for s in part])[: len(ids)] for part in zip(*scored, strict=True))
         if not np.isfinite(logprobs).all():

@@ -129,7 +129,7 @@ def forward(params: Params, cache: Cache, tokens: jax.Array, start: jax.Array) -
     """
     config = params.config
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    x = take(params.embedding, tokens)
+    x = take(params.embedding, tokens, config.axis)
     if params.positions is not None:
         x = x + params.positions[jnp.minimum(positions, config.max_seq_len - 1)]  # padding may lie beyond the table
     rotation = rotary(config, positions) if config.position == "rope" else None
@@ -145,9 +145,12 @@ def forward(params: Params, cache: Cache, tokens: jax.Array, start: jax.Array) -
 
 def head(params: Params, hidden: jax.Array) -> jax.Array:
     """Turn hidden states `[..., D]` into float32 logits `[..., V]`."""
-    return linear(
-        Linear(params.embedding if params.output is None else params.output), hidden, use_native=params.config.native
-    )
+    weight = Linear(params.embedding if params.output is None else params.output)
+    logits = linear(weight, hidden, use_native=params.config.native)
+    if params.config.axis is not None:
+        logits = lax.all_gather(logits, params.config.axis, axis=logits.ndim - 1, tiled=True)
+        logits = logits[..., : params.config.vocab_size]  # without the rows that fill up the last part
+    return logits
 
 
 def attention(
@@ -167,7 +170,9 @@ def attention(
     b, t, _ = x.shape
     n_kv, h = config.n_kv_heads, config.head_dim
     g = config.n_heads // n_kv
-    q, k, v = jnp.split(linear(layer.wqkv, x, use_native=config.native), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
+    q, k, v = jnp.split(
+        linear(layer.wqkv, x, use_native=config.native), (config.q_dim, config.q_dim + config.kv_dim), axis=-1
+    )
     q, k, v = q.reshape(b, t, n_kv * g, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
@@ -184,7 +189,7 @@ def attention(
         k_cache, v_cache = _write(k_cache, k, first), _write(v_cache, v, first)
         out = _attend(config, q, k_cache, v_cache, positions)
     out = out.reshape(b, n_kv, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, -1)
-    return linear(layer.wo, out, use_native=config.native), k_cache, v_cache
+    return linear(layer.wo, out, axis=config.axis, use_native=config.native), k_cache, v_cache
 
 
 def _attend(config: Config, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
@@ -204,7 +209,9 @@ def _attend(config: Config, q: jax.Array, k: jax.Array, v: jax.Array, positions:
 def _write(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
     """Write `new [B*K, T, H]` into `cache [B*K, S, H]`, row n at slots `first[n] .. first[n] + T - 1`."""
     # Vmapped, this compiles to a scatter: updated in place inside the decoding loop, each row at its own position.
-    return jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, jnp.int32(0))))(cache, new.astype(cache.dtype), first)
+    return jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, jnp.int32(0))))(
+        cache, new.astype(cache.dtype), first
+    )
 
 
 def feed_forward(config: Config, layer: Layer, x: jax.Array) -> jax.Array:
@@ -219,7 +226,7 @@ def feed_forward(config: Config, layer: Layer, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(hidden, 2, axis=-1)
         hidden = jax.nn.silu(gate) * up
     # A few of the inputs are far larger than the others.
-    return linear(layer.w2, hidden, fine=True, use_native=config.native)
+    return linear(layer.w2, hidden, fine=True, axis=config.axis, use_native=config.native)
 
 
 def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:

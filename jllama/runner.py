@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jllama import decode
+from jllama import decode, sharding
 from jllama.decode import Stop
 from jllama.model import Params
+from jllama.quant import dtype_name
 from jllama.settings import Settings, to_sampling
 
 _MIN_SLOTS = 256  # of a cache; it doubles when it is full
@@ -39,6 +39,9 @@ class Runner:
 
     def __init__(self, params: Params) -> None:
         self.params = params
+        self.mesh = sharding.mesh_of(params)
+        self.shards = sharding.shape_of(self.mesh).data  # that the rows of a batch are divided into
+        self._on_mesh = sharding.programs(params)
         self.timings = Timings()
         self._programs: dict[Any, Any] = {}
 
@@ -56,12 +59,21 @@ class Runner:
         """Call a jitted function; compile it first where that was not done for these shapes."""
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args, **static)
+        function = self._on_mesh.get(function, function)
         key = (function, *map(np.shape, jax.tree.leaves(args)), *static.values())
         if (program := self._programs.get(key)) is None:
             began = time.perf_counter()
             program = self._programs[key] = function.lower(*args, **static).compile()
             self.timings.compile_seconds += time.perf_counter() - began
         return program(*args)
+
+    def put(self, tree: Any, where: Any) -> Any:
+        """Lay host arrays out as `where` says: a tree of specs of `sharding`, or one for all."""
+        return sharding.put(self.mesh, tree, where)
+
+    def agree(self, tree: Any) -> Any:
+        """Return what the first of several processes has: all of them must do the same."""
+        return sharding.agree(self.mesh, tree)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -106,22 +118,25 @@ class Batch:
         for ids in prompts:
             runner.check(ids)
         context = runner.params.config.max_seq_len
-        spare = power_of_two(len(prompts)) - len(prompts)  # rows of one token, full from the start
+        rows = runner.shards * batch_rows(len(prompts), runner.shards, dtype_name(runner.params.embedding))
+        spare = rows - len(prompts)  # rows of one token, full from the start
         self._runner = runner
         self._taken = np.array([len(ids) for ids in prompts] + [1] * spare, np.int32)
         ends = [min(n + s.max_new_tokens, context) for n, s in zip(self._taken.tolist(), settings, strict=False)]
-        self._stop = Stop(jnp.array(stop_ids, jnp.int32), jnp.array(ends + [1] * spare, jnp.int32))
-        self._sampling = to_sampling([*settings, *[Settings()] * spare])
+        stop = Stop(np.array(stop_ids, np.int32), np.array(ends + [1] * spare, np.int32))  # type: ignore[arg-type]
+        self._stop = runner.put(stop, sharding.STOP)
+        sampling = runner.agree(to_sampling([*settings, *[Settings()] * spare]))  # random seeds, and so the text
+        self._sampling = runner.put(sampling, sharding.SAMPLING)
         self._read(prompts, kept)
 
     def _read(self, prompts: Sequence[Sequence[int]], kept: Kept | None) -> None:
         rows, longest = len(self._taken), int(self._taken.max())
         # The last token is read in any case: its logits are wanted.
         begin = 0 if kept is None else min(common_prefix(kept.ids, prompts[0]), longest - 1)
-        width = block_width(rows, longest - begin)
+        width = block_width(rows // self._runner.shards, longest - begin)
         blocks = range(begin, longest, width)
         slots = cache_slots(max(longest + 1, blocks[-1] + width))
-        call, params = self._runner.call, self._runner.params
+        call, put, params = self._runner.call, self._runner.put, self._runner.params
         with self._runner.timed("prompt"):
             cache = None
             if kept is not None:
@@ -130,9 +145,8 @@ class Batch:
             tokens = np.zeros((rows, slots), np.int32)
             for row, ids in zip(tokens, prompts, strict=False):
                 row[: len(ids)] = ids
-            state = call(
-                decode.compiled_start, params, jnp.asarray(tokens), jnp.asarray(self._taken), self._stop, cache
-            )
+            tokens, length = put((tokens, self._taken), sharding.ROWS)
+            state = call(decode.compiled_start, params, tokens, length, self._stop, cache)
             for first in blocks:
                 state = call(
                     decode.compiled_read_prompt,
@@ -155,16 +169,18 @@ class Batch:
 
     def _fetch(self, state: decode.State) -> None:
         self._state = state
-        self._tokens, self._logprobs, self._pos, done = jax.device_get(state[1:])
+        self._tokens, self._logprobs, self._pos, done = sharding.get(state[1:])
         self.done = np.array(done)
 
     def advance(self, steps: int) -> None:
         """Generate up to `steps` tokens in each row that isn't done."""
         call, params = self._runner.call, self._runner.params
         slots, before = self._tokens.shape[1], self._pos.sum()
+        steps = int(self._runner.agree(np.int32(steps)))
         with self._runner.timed("decode"):
             is_full = self._pos[~self.done].max(initial=0) + 1 >= slots
-            state = self._grown(self._state, 2 * slots if is_full else slots)._replace(done=jnp.asarray(self.done))
+            state = self._grown(self._state, 2 * slots if is_full else slots)
+            state = state._replace(done=self._runner.put(self.done, sharding.ROWS))
             self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
         self._runner.timings.decode_tokens += int(self._pos.sum() - before)
 
@@ -188,6 +204,13 @@ class Batch:
 def common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
     """Return how many ids two sequences begin with in common."""
     return next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
+def batch_rows(prompts: int, shards: int, dtype: str) -> int:
+    """Return how many rows of a batch each of `shards` gets, with weights of a dtype."""
+    rows = power_of_two(-(-prompts // shards))
+    # int8 rounds a row alone in another way: its text would depend on the mesh.
+    return max(rows, 2) if dtype == "int8" and prompts > 1 else rows
 
 
 def block_width(rows: int, longest: int) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from jllama.checkpoint import CheckpointError, safetensors
-from jllama.checkpoint.build import Source
+from jllama.checkpoint.source import Source
 
 
 def entry(dtype: Any, shape: Any, *offsets: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 import numpy as np
 import oracle
 
-from jllama.checkpoint.build import Source, build_params
+from jllama.checkpoint.build import build_params
+from jllama.checkpoint.source import Source
 from jllama.config import Config, RopeScaling
 from jllama.llm import LLM
 from jllama.model import Params
@@ -80,18 +81,23 @@ def assert_same(found: oracle.Weights, expected: oracle.Weights) -> None:
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-# Prints the peak of memory that loading a checkpoint adds, and the bytes of its weights.
+# Prints the peak of memory that loading a checkpoint adds, and the bytes of weights that are here then. With a port and
+# a number this is one of two processes, and loads its part.
 PEAK = """
 import sys
 import jax
-from jllama import checkpoint
+from jllama import checkpoint, sharding
 
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
+path, dtype, *process = sys.argv[1:]
+if process:
+    sharding.connect(f"127.0.0.1:{process[0]}", 2, int(process[1]))
+mesh = sharding.make_mesh("model:2") if process else None
 jax.device_put([0.0])[0].block_until_ready()
 before = peak()
-params = checkpoint.load(sys.argv[1], dtype=sys.argv[2])
-print(peak() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+params = checkpoint.load(path, dtype=dtype, mesh=mesh)
+print(peak() - before, sum(s.data.nbytes for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards))
 """

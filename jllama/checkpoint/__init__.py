@@ -12,23 +12,34 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jllama import gguf_file
 from jllama.checkpoint import gguf, hub, huggingface, llama2c, meta
 from jllama.checkpoint.build import (
     DTYPES,
-    Array,
     CheckpointError,
     Contents,
-    Source,
+    abstract_params,
     build_params,
     expand,
     tensor_shapes,
 )
+from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
 from jllama.model import Params
 
-__all__ = ["DTYPES", "CheckpointError", "load", "random", "save"]
+__all__ = [
+    "DTYPES",
+    "CheckpointError",
+    "Contents",
+    "abstract_params",
+    "load",
+    "random",
+    "random_contents",
+    "read",
+    "save",
+]
 
 
 def _is_text(head: bytes) -> bool:
@@ -75,7 +86,7 @@ _FORMATS = (
 )
 
 
-def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = None) -> Params:
+def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = None, mesh: Mesh | None = None) -> Params:
     """Load a model from a file or folder, whose format is found out by its content.
 
     Args:
@@ -84,17 +95,25 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
       dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
         the file stores; norms are float32 always.
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
+      mesh: the devices that it is laid out over (`sharding.make_mesh`), each with its own part; only those of this
+        process are read. None: the default device.
 
     Raises:
       CheckpointError: the file cannot be opened, is of another kind, or does not fit its own header.
       ConfigError: `rope_theta` is not a positive number.
-      ValueError: an unknown `dtype`.
+      ValueError: an unknown `dtype`, or a mesh that doesn't divide the model.
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
-    contents = _read(hub.local(path))
+    contents = read(path)
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
-    return build_params(config, contents.sources, dtype=contents.dtype if dtype == "auto" else dtype, origin=str(path))
+    dtype = contents.dtype if dtype == "auto" else dtype
+    return build_params(config, contents.sources, dtype=dtype, origin=str(path), mesh=mesh)
+
+
+def read(path: str | Path) -> Contents:
+    """Find out what is in a file or folder, without reading its tensors; `path` and errors are those of `load`."""
+    return _read(hub.local(path))
 
 
 def save(params: Params, path: str | Path, *, form: str = "llama2c", version: int = 0) -> None:
@@ -119,25 +138,36 @@ def save(params: Params, path: str | Path, *, form: str = "llama2c", version: in
         raise ValueError(f"form = {form!r}: expected llama2c or huggingface")
 
 
-def random(config: Config, *, dtype: str = "float32", tied: bool = False, seed: int = 0) -> Params:
+def random(
+    config: Config, *, dtype: str = "float32", tied: bool = False, seed: int = 0, mesh: Mesh | None = None
+) -> Params:
     """Make a model of random weights: uniform matrices with standard deviation 1 / sqrt(in), norms of ones.
 
-    The same `seed` gives the same weights in every dtype, up to rounding.
+    The same `seed` gives the same weights in every dtype, up to rounding, and on every `mesh`.
 
     Raises:
-      ValueError: an unknown `dtype`.
+      ValueError: an unknown `dtype`, or a mesh that doesn't divide the model.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: expected {', '.join(DTYPES)}")
-    rng = np.random.Generator(np.random.SFC64(seed))
+    sources = random_contents(config, tied=tied, seed=seed).sources
+    return build_params(config, sources, dtype=dtype, origin="random weights", mesh=mesh)
 
-    def source(shape: tuple[int, ...]) -> Source:
+
+def random_contents(config: Config, *, tied: bool = False, seed: int = 0) -> Contents:
+    """Give random weights as if they were in a file of float32."""
+
+    def source(name: str, shape: tuple[int, ...]) -> Source:
+        key = (seed, *name.encode())
+
         def ones(start: int, stop: int) -> Array:
             return np.ones(stop - start, np.float32)
 
         def uniform(start: int, stop: int) -> Array:
             # 256 levels do, at twice the speed of random floats.
-            levels = np.frombuffer(rng.bytes((stop - start) * shape[1]), np.uint8).reshape(-1, shape[1])
+            words = -(-shape[1] // 8)
+            bits = np.random.PCG64(np.random.SeedSequence(key)).advance(start * words)  # any row without those before
+            levels = bits.random_raw((stop - start) * words).view(np.uint8).reshape(stop - start, -1)[:, : shape[1]]
             block: Array = np.subtract(levels, np.float32(127.5), dtype=np.float32)
             block *= np.float32((12 / (256**2 - 1) / shape[1]) ** 0.5)
             return block
@@ -145,8 +175,8 @@ def random(config: Config, *, dtype: str = "float32", tied: bool = False, seed: 
         return Source(shape, ones if len(shape) == 1 else uniform)
 
     shapes = tensor_shapes(config, tied=tied)
-    sources = {name: source(shape) for kind, shape in shapes.items() for name in expand(kind, config.n_layers)}
-    return build_params(config, sources, dtype=dtype, origin="random weights")
+    sources = {name: source(name, shape) for kind, shape in shapes.items() for name in expand(kind, config.n_layers)}
+    return Contents(config, sources, "float32")
 
 
 def _read(path: Path) -> Contents:

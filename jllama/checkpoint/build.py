@@ -7,19 +7,21 @@ them, then reads each once, block of rows by block of rows, straight into the ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import tqdm
 from jax import lax
+from jax.sharding import Mesh
 
+from jllama import sharding
+from jllama.checkpoint.parts import part
+from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
 from jllama.model import Layer, Norm, Params
 from jllama.quant import Linear, QuantizedWeight, Weight
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 DTYPES = ("float32", "bfloat16", "int8")
 
@@ -29,16 +31,6 @@ _BLOCK = 1 << 20
 
 class CheckpointError(ValueError):
     """A file that cannot be read as a model, or a model that a file format cannot hold."""
-
-
-class Source(NamedTuple):
-    """A tensor not yet read: its shape is known, `read(start, stop)` gives those rows as floats of any width.
-
-    A block may be a view that is only good until the next `read`.
-    """
-
-    shape: tuple[int, ...]
-    read: Callable[[int, int], Array]
 
 
 class Contents(NamedTuple):
@@ -86,7 +78,9 @@ def expand(name: str, n_layers: int) -> list[str]:
     return [name.format(i) for i in range(n_layers)] if "{}" in name else [name]
 
 
-def build_params(config: Config, sources: Mapping[str, Source], *, dtype: str, origin: str) -> Params:
+def build_params(
+    config: Config, sources: Mapping[str, Source], *, dtype: str, origin: str, mesh: Mesh | None = None
+) -> Params:
     """Check all tensors against the config, then read each once into the weights of a model.
 
     Memory peaks at the weights in their final dtype and one block of rows. A progress bar appears on stderr if that
@@ -97,51 +91,87 @@ def build_params(config: Config, sources: Mapping[str, Source], *, dtype: str, o
       sources: every tensor of `tensor_shapes`; the head is tied to the embedding where output.weight is absent.
       dtype: one of `DTYPES`, for the matrices; norms are float32 always.
       origin: where the tensors are from, for messages.
+      mesh: the devices that the model is laid out over; this process reads the parts of its own. None: the default
+        device.
 
     Raises:
       CheckpointError: tensors are missing, left over or of a wrong shape; all are named.
+      ValueError: the mesh doesn't divide the model.
     """
     _check(config, sources, origin)
+    count = sharding.shape_of(mesh).model
+    devices = {0: [None]} if mesh is None else sharding.local_devices(mesh)
+    parts = {i: part(sources, config, i, count) for i in devices}
     total = sum(math.prod(source.shape) for source in sources.values())
     with tqdm.tqdm(total=total, unit="w", unit_scale=True, desc="weights", delay=1, disable=None) as bar:
 
-        def weight(*names: str) -> Weight:
-            parts = [sources[f"{name}.weight"] for name in names]
-            bar.update(sum(math.prod(part.shape) for part in parts))
-            return _quantized(parts) if dtype == "int8" else _plain(parts, dtype)
+        def read(names: Sequence[str], dtype: str) -> Any:
+            placed = []
+            hosts = _read([[parts[i][name] for name in names] for i in devices], dtype)
+            for host, on in zip(hosts, devices.values(), strict=True):
+                placed += [_put(host, device) for device in on]
+            bar.update(sum(math.prod(sources[name].shape) for name in names))
+            return placed[0] if mesh is None else jax.tree.map(lambda *leaves: sharding.Parts(leaves), *placed)
 
-        def vector(*names: str) -> jax.Array | None:
-            return _plain([sources[name] for name in names], "float32") if names[0] in sources else None
+        params = _assemble(config, sources, dtype, read)
+        return params if mesh is None else sharding.join(mesh, params)
 
-        def linear(*names: str) -> Linear:
-            return Linear(weight(*names), vector(*(f"{name}.bias" for name in names)))
 
-        def norm(name: str) -> Norm:
-            return Norm(_plain([sources[f"{name}.weight"]], "float32"), vector(f"{name}.bias"))
+def abstract_params(config: Config, sources: Mapping[str, Source], *, dtype: str, parts: int = 1) -> Params:
+    """Give the shapes and dtypes of one of the `parts` of a model, as `build_params` lays it out on each device.
 
-        def layer(at: str) -> Layer:
-            has_head_norms = f"{at}.attention.q_norm.weight" in sources
-            return Layer(
-                attention_norm=norm(f"{at}.attention_norm"),
-                wqkv=linear(f"{at}.attention.wq", f"{at}.attention.wk", f"{at}.attention.wv"),
-                wo=linear(f"{at}.attention.wo"),
-                ffn_norm=norm(f"{at}.ffn_norm"),
-                w13=linear(
-                    *(f"{at}.feed_forward.{w}" for w in ("w1", "w3") if f"{at}.feed_forward.{w}.weight" in sources)
-                ),
-                w2=linear(f"{at}.feed_forward.w2"),
-                q_norm=norm(f"{at}.attention.q_norm") if has_head_norms else None,
-                k_norm=norm(f"{at}.attention.k_norm") if has_head_norms else None,
-            )
+    Raises:
+      ValueError: the model can't be divided like that.
+    """
+    narrowed = part(sources, config, 0, parts)
 
-        return Params(
-            embedding=weight("tok_embeddings"),
-            layers=tuple(layer(f"layers.{i}") for i in range(config.n_layers)),
-            norm=norm("norm"),
-            output=weight("output") if "output.weight" in sources else None,
-            config=config,
-            positions=vector("position_embeddings.weight"),
+    def read(names: Sequence[str], dtype: str) -> Any:
+        shape = _stacked_shape([narrowed[name] for name in names])
+        array: Any = jax.ShapeDtypeStruct
+        if dtype == "int8":
+            return QuantizedWeight(array(shape, "int8"), array(shape[:1], "float32"))
+        return array(shape, dtype)
+
+    return _assemble(sharding.part(config, parts), sources, dtype, read)
+
+
+def _assemble(config: Config, names: Container[str], dtype: str, read: Callable[[Sequence[str], str], Any]) -> Params:
+    """Put a model together of the tensors `names`; `read` gives some of them, below each other, in a dtype."""
+
+    def weight(*stems: str) -> Weight:
+        found: Weight = read([f"{stem}.weight" for stem in stems], dtype)
+        return found
+
+    def vector(*wanted: str) -> Any:
+        return read(wanted, "float32") if wanted[0] in names else None
+
+    def linear(*stems: str) -> Linear:
+        return Linear(weight(*stems), vector(*(f"{stem}.bias" for stem in stems)))
+
+    def norm(stem: str) -> Norm:
+        return Norm(vector(f"{stem}.weight"), vector(f"{stem}.bias"))
+
+    def layer(at: str) -> Layer:
+        has_head_norms = f"{at}.attention.q_norm.weight" in names
+        return Layer(
+            attention_norm=norm(f"{at}.attention_norm"),
+            wqkv=linear(f"{at}.attention.wq", f"{at}.attention.wk", f"{at}.attention.wv"),
+            wo=linear(f"{at}.attention.wo"),
+            ffn_norm=norm(f"{at}.ffn_norm"),
+            w13=linear(*(f"{at}.feed_forward.{w}" for w in ("w1", "w3") if f"{at}.feed_forward.{w}.weight" in names)),
+            w2=linear(f"{at}.feed_forward.w2"),
+            q_norm=norm(f"{at}.attention.q_norm") if has_head_norms else None,
+            k_norm=norm(f"{at}.attention.k_norm") if has_head_norms else None,
         )
+
+    return Params(
+        embedding=weight("tok_embeddings"),
+        layers=tuple(layer(f"layers.{i}") for i in range(config.n_layers)),
+        norm=norm("norm"),
+        output=weight("output") if "output.weight" in names else None,
+        config=config,
+        positions=vector("position_embeddings.weight"),
+    )
 
 
 def sources_of(params: Params) -> dict[str, Source]:
@@ -205,33 +235,34 @@ def _check(config: Config, sources: Mapping[str, Source], origin: str) -> None:
         raise CheckpointError(f"{origin}: {'; '.join(problems)}")
 
 
-def _plain(parts: Sequence[Source], dtype: str) -> jax.Array:
-    """Read tensors into one, below each other, cast to `dtype`."""
-    values = _empty(_stacked_shape(parts), dtype)
-    for rows, block in _stacked_blocks(parts):
-        values[rows] = block
-    return _put(values)
+def _read(parts: Sequence[Sequence[Source]], dtype: str) -> Iterator[Any]:
+    """Read some tensors of each part into one, below each other, cast to `dtype`; for int8, as a `QuantizedWeight`."""
+    if parts[0][0].columns is None:
+        for sources in parts:
+            yield from _read_columns(sources, [slice(None)], dtype)
+    else:  # of the same matrix, read once for all parts
+        found = [sources[0].columns for sources in parts if sources[0].columns is not None]
+        yield from _read_columns([found[0][0]], [columns for _, columns in found], dtype)
 
 
-def _quantized(parts: Sequence[Source]) -> QuantizedWeight:
-    """Read matrices into one, below each other, with an int8 scale for each row."""
-    shape = _stacked_shape(parts)
-    values, scale = _empty(shape, "int8"), _empty(shape[:1], "float32")
-    for rows, block in _stacked_blocks(parts):
-        values[rows], scale[rows] = _quantize(block)
-    return QuantizedWeight(_put(values), _put(scale))
+def _read_columns(sources: Sequence[Source], columns: Sequence[slice], dtype: str) -> list[Any]:
+    """Read tensors into one, and give each of some slices of its columns."""
+    shape, first = _stacked_shape(sources), 0
+    scale = _empty(shape[:1], "float32")
+    found = [_empty((*shape[:-1], len(range(shape[-1])[c])) if len(shape) > 1 else shape, dtype) for c in columns]
+    for source in sources:
+        for start, stop in blocks(source.shape):
+            block, rows = source.read(start, stop), slice(first + start, first + stop)
+            if dtype == "int8":
+                block, scale[rows] = _quantize(block)
+            for values, wanted in zip(found, columns, strict=True):
+                values[rows] = block[..., wanted]
+        first += source.shape[0]
+    return [QuantizedWeight(values, scale) for values in found] if dtype == "int8" else found  # type: ignore[arg-type]
 
 
 def _stacked_shape(parts: Sequence[Source]) -> tuple[int, ...]:
     return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-
-
-def _stacked_blocks(parts: Sequence[Source]) -> Iterator[tuple[slice, Array]]:
-    first = 0
-    for part in parts:
-        for start, stop in blocks(part.shape):
-            yield slice(first + start, first + stop), part.read(start, stop)
-        first += part.shape[0]
 
 
 def _quantize(block: Array) -> tuple[Array, Array]:
@@ -253,10 +284,9 @@ def _empty(shape: tuple[int, ...], dtype: str) -> Array:
     return array
 
 
-def _put(array: Array) -> jax.Array:
+def _put(arrays: Any, device: jax.Device | None) -> Any:
     # Transfers to an accelerator run behind: without waiting, host copies of many tensors would pile up.
-    placed: jax.Array = jax.device_put(array).block_until_ready()
-    return placed
+    return jax.block_until_ready(jax.device_put(arrays, device))  # type: ignore[no-untyped-call]
 
 
 def _rows_of(w: Weight, first: int = 0, count: int | None = None) -> Source:

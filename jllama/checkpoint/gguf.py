@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllama import gguf_file
-from jllama.checkpoint.build import Array, CheckpointError, Contents, Source
+from jllama.checkpoint.build import CheckpointError, Contents
 from jllama.checkpoint.mapped import interleaved, map_file, release, rows_of, strided
+from jllama.checkpoint.source import Array, Source
 from jllama.config import Config, ConfigError, RopeScaling
 from jllama.gguf_file import GGUFError, TensorInfo
 from jllama.model import rotary_frequencies

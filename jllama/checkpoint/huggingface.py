@@ -18,20 +18,12 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from jllama.checkpoint import safetensors
-from jllama.checkpoint.build import (
-    Array,
-    CheckpointError,
-    Contents,
-    Source,
-    expand,
-    optional_shapes,
-    sources_of,
-    tensor_shapes,
-)
+from jllama.checkpoint.build import CheckpointError, Contents, expand, optional_shapes, sources_of, tensor_shapes
 from jllama.checkpoint.files import new_folder, parse_json, shown
 from jllama.checkpoint.huggingface_config import Description, fields_of, is_model, parse
 from jllama.checkpoint.mapped import half_split, interleaved
 from jllama.checkpoint.safetensors import Tensor
+from jllama.checkpoint.source import Array, Source
 from jllama.model import Params
 from jllama.quant import dtype_name
 

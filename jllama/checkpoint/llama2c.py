@@ -20,9 +20,10 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from jllama.checkpoint.build import Array, CheckpointError, Contents, Source, blocks, expand, sources_of, tensor_shapes
+from jllama.checkpoint.build import CheckpointError, Contents, blocks, expand, sources_of, tensor_shapes
 from jllama.checkpoint.files import replacing
 from jllama.checkpoint.mapped import map_file, release
+from jllama.checkpoint.source import Array, Source
 from jllama.config import Config, ConfigError
 from jllama.model import Params
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jllama.checkpoint.build import Array, Source
+from jllama.checkpoint.source import Array, Source
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:

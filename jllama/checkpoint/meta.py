@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 
 from jllama.checkpoint import pth
-from jllama.checkpoint.build import Array, CheckpointError, Contents, Source
+from jllama.checkpoint.build import CheckpointError, Contents
 from jllama.checkpoint.mapped import joined
+from jllama.checkpoint.source import Array, Source
 from jllama.config import Config, ConfigError, RopeScaling
 
 _SHARD = re.compile(r"consolidated\.(\d\d)\.pth")

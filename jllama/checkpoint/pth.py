@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jllama.checkpoint.build import CheckpointError, Source
+from jllama.checkpoint.build import CheckpointError
 from jllama.checkpoint.mapped import map_file, strided
+from jllama.checkpoint.source import Source
 
 MAGIC = b"PK\3\4"
 

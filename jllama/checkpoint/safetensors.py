@@ -21,9 +21,10 @@ from typing import Any, BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jllama.checkpoint.build import Array, CheckpointError, Source, blocks
+from jllama.checkpoint.build import CheckpointError, blocks
 from jllama.checkpoint.files import parse_json, shown
 from jllama.checkpoint.mapped import map_file, release
+from jllama.checkpoint.source import Array, Source
 
 FLOATS: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),

@@ -1,0 +1,338 @@
+"""More than one device: the same logits and text on every mesh, what each device holds and sends, several processes."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import meshes
+import numpy as np
+import oracle
+import pytest
+import tiny
+from console import MAIN, Run, error
+from test_cli import write_tokenizer
+
+from jllama import LLM, checkpoint, sharding
+from jllama.checkpoint import build, llama2c
+from jllama.checkpoint.parts import part
+from jllama.checkpoint.source import Source
+from jllama.config import Config, ConfigError, from_toml
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": meshes.FASTER,
+}
+NEW = 12  # tokens that the command line is asked for
+
+
+# --- meshes and parts
+
+
+def test_meshes_are_read() -> None:
+    assert sharding.parse("data:2,model:4") == sharding.parse("model:4,data:2") == sharding.Shape(2, 4)
+    assert sharding.parse("model:8") == sharding.Shape(1, 8)
+    for text in (
+        "",
+        "8",
+        "data",
+        "data:0",
+        "data:-1",
+        "data:2,data:2",
+        "rows:2",
+        "data:2;model:4",
+        "data:1.5",
+        "data:²",
+    ):
+        with pytest.raises(ValueError, match="expected data:N, model:N or data:N,model:N"):
+            sharding.parse(text)
+    with pytest.raises(ValueError, match=r"data:2,model:4 needs 8 devices, and there are 1"):
+        sharding.make_mesh("data:2,model:4")
+    assert sharding.make_mesh("data:1").shape == {"data": 1, "model": 1}
+
+
+def test_the_sizes_of_a_part() -> None:
+    config = tiny.CONFIGS["gqa"][0]  # 8 query heads, 2 key heads
+    assert sharding.part(config, 1) == config
+    local = sharding.part(config, 2)
+    assert (local.n_heads, local.n_kv_heads, local.hidden_dim, local.head_dim) == (4, 1, 40, 6)
+    assert (local.dim, local.vocab_size) == (48, 97)
+    assert sharding.part(config, 8).n_kv_heads == 1
+    with pytest.raises(ValueError, match=r"n_heads = 8.*multiple of 3; hidden_dim = 80.*; n_kv_heads = 2"):
+        sharding.part(config, 3)
+    with pytest.raises(ValueError, match=r"n_kv_heads = 6: expected a multiple or a divisor of 4$"):
+        sharding.part(Config(48, 80, 1, 12, 6, 97, 64), 4)
+
+
+def test_a_config_file_names_no_axis(tmp_path: Path) -> None:
+    text = (ROOT / "configs/stories260K.toml").read_text()
+    (tmp_path / "c.toml").write_text('axis = "model"\n' + text)
+    with pytest.raises(ConfigError, match="axis"):
+        from_toml(tmp_path / "c.toml")
+
+
+def sources_of(weights: oracle.Weights) -> dict[str, Source]:
+    return {name: Source(a.shape, lambda start, stop, a=a: a[start:stop]) for name, a in weights.items()}
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_parts_make_up_the_whole(count: int) -> None:
+    config = tiny.CONFIGS["gqa"][0]
+    weights = meshes.llama_weights("gqa") | {"layers.0.attention.wo.bias": np.arange(48, dtype=np.float32)}
+    parts = [part(sources_of(weights), config, i, count) for i in range(count)]
+    for name, whole in weights.items():
+        found = [p[name].read(0, p[name].shape[0]) for p in parts]
+        assert [f.shape for f in found] == [p[name].shape for p in parts]
+        if name.endswith((".wo.weight", ".w2.weight")):
+            np.testing.assert_array_equal(np.concatenate(found, axis=1), whole)
+        elif re.search(r"norm|bias", name):
+            assert all((f == whole).all() for f in found)
+        elif re.search(r"\.w[kv]\.", name):  # 2 key heads, in order, each as often as needed
+            heads = [whole[:6], whole[6:]]
+            assert all((f == heads[i * 2 // count]).all() for i, f in enumerate(found))
+        else:
+            rows = np.concatenate(found)
+            np.testing.assert_array_equal(rows[: len(whole)], whole)
+            assert not rows[len(whole) :].any()
+            assert len(rows) - len(whole) == (-97 % count if whole.shape[0] == 97 else 0)
+
+
+def test_a_part_in_int8_has_the_scales_of_whole_rows() -> None:
+    weights = meshes.llama_weights("gqa")
+    name = "layers.0.feed_forward.w2.weight"
+    (whole,) = build._read([[sources_of(weights)[name]]], "int8")
+    parts = [part(sources_of(weights), tiny.CONFIGS["gqa"][0], i, 4)[name] for i in range(4)]
+    for i, found in enumerate(build._read([[p] for p in parts], "int8")):
+        np.testing.assert_array_equal(found.values, whole.values[:, 20 * i : 20 * i + 20])
+        np.testing.assert_array_equal(found.scale, whole.scale)
+
+
+def test_random_weights_can_be_read_in_any_order() -> None:
+    config = tiny.CONFIGS["gqa"][0]  # rows of 48 and 80 bytes, and of 6 key heads
+    sources = checkpoint.random_contents(config, seed=3).sources
+    for name in ("tok_embeddings.weight", "layers.1.attention.wo.weight", "layers.0.feed_forward.w2.weight"):
+        whole = sources[name].read(0, sources[name].shape[0]).copy()
+        np.testing.assert_array_equal(sources[name].read(7, 19), whole[7:19])
+        assert abs(whole.std() * whole.shape[1] ** 0.5 - 1) < 0.05
+    a, b = (sources[f"layers.{i}.attention.wq.weight"].read(0, 48) for i in range(2))
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.1
+
+
+# --- eight devices
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What `meshes.py` finds, in a process that has eight devices."""
+    command = [sys.executable, str(ROOT / "tests/meshes.py")]
+    environment = ENVIRONMENT | {"XLA_FLAGS": meshes.EIGHT}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize(("case", "mesh"), [(case, mesh) for case, texts in meshes.CASES.items() for mesh in texts])
+def test_logits_on_a_mesh_are_those_of_one_device(found: dict[str, Any], case: str, mesh: str) -> None:
+    result = found["cases"][case][mesh]
+    assert result["same ids"]
+    assert len(result["errors"]) == meshes.ROWS
+    assert max(result["errors"]) < 1e-4
+    if case.endswith("float32"):
+        assert result["oracle"] < 1e-4
+    if "model" not in mesh:
+        assert result["collectives"] == {}  # each device by itself
+
+
+def test_ragged_batches_are_the_same_on_a_mesh(found: dict[str, Any]) -> None:
+    one, mesh = found["batches"]
+    assert one["ids"] == mesh["ids"]
+    assert [len(ids) for ids in one["ids"]] == [5, 6, 7, 8, 9]
+
+
+def test_devices_send_sums_and_logits_alone(found: dict[str, Any]) -> None:
+    one, mesh = found["batches"]
+    assert one["collectives"] == [{}, {}, {}]
+    start, read, loop = mesh["collectives"]
+    assert start == {}
+    # Two sums a layer and one of the embedding; the logits of 97 tokens, 25 a device. 4 of 8 rows, blocks of 16 tokens.
+    assert read == {"all-reduce f32[64,48]": 4, "all-reduce f32[4,16,48]": 1, "all-gather f32[4,100]": 1}
+    assert loop == {"all-reduce f32[4,48]": 4, "all-reduce f32[4,1,48]": 1, "all-gather f32[4,100]": 1}
+
+
+def test_each_device_keeps_its_rows_and_heads_in_place(found: dict[str, Any]) -> None:
+    mesh = found["batches"][1]
+    # 8 rows and 2 key heads, one for each of 4 devices, so each head twice: 4 rows and 1 head on each of 8.
+    assert mesh["cache"] == [[32, 256, 6], [4, 256, 6]]
+    assert mesh["copies"] == 0
+    assert mesh["reused"] >= 2 * 2 * 4 * 256 * 6 * 4
+
+
+def test_each_device_holds_its_part_of_each_weight(found: dict[str, Any]) -> None:
+    assert len(found["shards"]) == 23
+    for name, (parts, devices) in found["shards"].items():
+        assert devices == 8
+        whole = "norm" in name or (re.search(r"\.(wo|w2)\.", name) and name.endswith(".scale"))
+        assert parts == (1 if whole else pytest.approx(97 / 25, abs=0.01) if "embedding" in name else 4), name
+
+
+# --- several processes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with its tokenizer beside it, and prompts."""
+    folder = tmp_path_factory.mktemp("model")
+    config = Config(16, 24, 1, 2, 2, 330, 64)
+    oracle.write_v0(folder / "model.bin", oracle.random_weights(config, tied=True), config)
+    write_tokenizer(folder / "tokenizer.bin", 330)
+    words = ("one", "two three", "four", "five six seven", "")
+    (folder / "few.txt").write_text("".join(f"{words[i % 5]} {i}\n" for i in range(10)))
+    (folder / "many.txt").write_text("".join(f"{words[i % 5]} {i}\n" for i in range(20000)))
+    return folder / "model.bin"
+
+
+def flags(model: Path, file: str, *more: str) -> list[str]:
+    chosen = [f"--checkpoint={model}", f"--prompt_file={model.parent}/{file}", f"--compile_cache={model.parent}/cache"]
+    return [*chosen, "--batch_size=4", "--temperature=0", f"--max_new_tokens={NEW}", *more]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def start_two(arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """Start the command line twice, as the processes of one run."""
+    together = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
+    return [start([*MAIN, *arguments, *together, f"--process_id={i}"]) for i in range(2)]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """Wait for processes that end well and return what they print."""
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), [err for _, err in outputs]
+    return [out for out, _ in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> str:
+    """What one process with one device prints."""
+    return finish([start([*MAIN, *flags(model, "few.txt")])])[0]
+
+
+def test_two_processes_print_what_one_does(model: Path, alone: str) -> None:
+    first, second = finish(start_two(flags(model, "few.txt", "--mesh=model:2")))
+    assert first == alone
+    assert second == ""
+    assert [json.loads(line)["prompt"] for line in first.splitlines()] == (
+        (model.parent / "few.txt").read_text().splitlines()
+    )
+
+
+def test_two_processes_read_a_half_each(model: Path) -> None:
+    port = str(free_port())
+    command = [sys.executable, str(ROOT / "tests/worker.py"), str(model), port]
+    results = [json.loads(out.splitlines()[-1]) for out in finish([start([*command, str(i)]) for i in range(2)])]
+    sizes = {name: np.prod(s.shape).item() for name, s in checkpoint.read(model).sources.items()}
+    for result in results:
+        assert result["read"].keys() == sizes.keys()
+        for name, count in result["read"].items():
+            # Of wo and w2 a part is columns; their rows are mapped, and only the part is copied.
+            whole = re.search(r"norm|\.(wo|w2)\.", name)
+            assert count == (sizes[name] if whole else sizes[name] // 2), name
+        norms = sum(size for name, size in sizes.items() if "norm" in name)
+        assert result["here"] == norms + (sum(sizes.values()) - norms) // 2
+    first, second = results
+    assert first["drawn"] == second["drawn"]
+    llm = LLM.load(model)
+    assert first["stream"] == second["stream"] == "".join(llm.stream("one", max_new_tokens=20, temperature=0))
+    np.testing.assert_allclose(first["score"], llm.score("one two three").logprobs, atol=1e-4)
+    assert first["score"] == second["score"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
+@pytest.mark.parametrize("dtype", build.DTYPES)
+def test_a_process_has_memory_for_its_part_alone(tmp_path: Path, dtype: str) -> None:
+    config, tied = from_toml(ROOT / "configs/stories110M.toml")
+    head = llama2c.Header(0, config, tied)
+    path = tmp_path / "sparse.bin"
+    path.write_bytes(llama2c._pack(head))
+    os.truncate(path, llama2c.file_size(head))
+    port = str(free_port())
+    for out in finish([start([sys.executable, "-c", tiny.PEAK, str(path), dtype, port, str(i)]) for i in range(2)]):
+        grown, weights = map(int, out.splitlines()[-1].split())
+        size = {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
+        assert 0.5 < weights / (size * 109.5e6) < 0.52  # 109.5 million parameters, a half of nearly all of them
+        assert 0.95 * weights < grown < 1.2 * weights
+
+
+@pytest.mark.parametrize(("mesh", "victim"), [pytest.param("model:2", 1, marks=pytest.mark.slow), ("data:2", 0)])
+def test_when_a_process_is_killed_the_other_ends_too(
+    model: Path, alone: str, tmp_path: Path, mesh: str, victim: int
+) -> None:
+    output = tmp_path / "out.jsonl"
+    processes = start_two(flags(model, "many.txt", f"--mesh={mesh}", f"--output={output}"))
+    deadline = time.monotonic() + 200
+    while not (output.exists() and output.stat().st_size > 0):
+        assert time.monotonic() < deadline
+        assert [process.poll() for process in processes] == [None, None], processes[0].communicate()
+        time.sleep(0.05)
+    processes[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = processes[1 - victim].communicate(timeout=60)
+    processes[victim].communicate(timeout=60)
+    assert processes[1 - victim].returncode not in (0, -signal.SIGKILL), err
+    assert time.monotonic() - killed < 60
+    written = output.read_text().splitlines(keepends=True)
+    assert 0 < len(written) < 20000
+    # The results so far stay, and one process goes on with them.
+    prompts = (model.parent / "many.txt").read_text().splitlines()[: len(written) + 3]
+    (model.parent / "some.txt").write_text("\n".join(prompts))
+    more = finish([start([*MAIN, *flags(model, "some.txt", f"--output={output}", "--resume")])])
+    assert more == [""]
+    lines = output.read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == prompts
+    assert "\n".join(lines[:10]) + "\n" == alone
+
+
+def test_what_does_not_go_with_several_devices(run: Run, model: Path, tmp_path: Path) -> None:
+    checked = [f"--checkpoint={model}", "--prompt=one"]
+    for more, words in (
+        (["--mesh=rows:2"], "mesh = 'rows:2'"),
+        (["--mesh=data:2"], "needs 2 devices, and there are 1"),
+        (["--mode=bench", "--mesh=data:1"], "neither --mesh nor --coordinator"),
+        ([f"--save={tmp_path}/x.bin", "--mesh=data:1"], "neither --mesh nor --coordinator"),
+        (["--mode=chat", "--coordinator=auto"], "no --coordinator"),
+        (["--coordinator=localhost:1234"], "expected HOST:PORT"),
+        (["--num_processes=2"], "expected HOST:PORT"),
+        (["--coordinator=localhost", "--num_processes=2", "--process_id=0"], "expected HOST:PORT"),
+        (["--coordinator=localhost:1", "--num_processes=2", "--process_id=2"], "which of them this is, from 0"),
+        (["--coordinator=auto", "--num_processes=2", "--process_id=0"], "alone"),
+    ):
+        assert words in error(run(*checked, *more)), more
+
+
+def test_a_model_knows_its_mesh(model: Path) -> None:
+    for mesh in ("data:1,model:1", sharding.make_mesh("data:1")):
+        llm = LLM.load(model, mesh=mesh)
+        assert llm.runner.mesh == sharding.mesh_of(llm.params) == sharding.make_mesh("data:1")
+        assert llm.score("one two").logprobs.shape == LLM.load(model).score("one two").logprobs.shape
+    assert LLM.load(model).runner.mesh is None
