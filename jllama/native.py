@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,8 @@ def _load() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
         if library.jllama_supported():
             for name in ("jllama_dot", "jllama_dot_int8", "jllama_attend"):
-                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+                handler = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
+                jax.ffi.register_ffi_target(name, handler, platform="cpu")
             return library
     return None
 
@@ -67,7 +69,7 @@ def dot_int8(w: jax.Array, scale: jax.Array, rows: jax.Array, *, fine: bool) -> 
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, np.float32)
+    return jax.ShapeDtypeStruct(shape, np.float32)  # type: ignore[no-untyped-call]
 
 
 def attend(
@@ -87,9 +89,7 @@ def attend(
     Returns:
       float32 `[B*K, G, H]`, `k` and `v`.
     """
-    results = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in ((q, np.float32), (k, k.dtype), (v, v.dtype))]
+    results: list[Any] = [_float32(*q.shape), k, v]
     call = jax.ffi.ffi_call("jllama_attend", results, input_output_aliases={3: 1, 4: 2})
-    out: tuple[jax.Array, jax.Array, jax.Array] = call(
-        q, new_k, new_v, k, v, last, window=np.int64(k.shape[1] if window is None else window)
-    )
-    return out
+    out, k, v = call(q, new_k, new_v, k, v, last, window=np.int64(k.shape[1] if window is None else window))
+    return out, k, v

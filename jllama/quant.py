@@ -84,22 +84,6 @@ def linear(
     its turn and multiplied too, at twice the cost. A single row is always fine: its product is as slow as that of two.
 
     `axis` is the mesh axis over which the inputs are divided, if they are: products are summed over it. int8's are
-    summed as integers, and its scales are of whole rows, so that the result doesn't depend on the mesh. `use_native`
-    lets the kernels of `native` multiply few rows.
-    """
-    w, bias = layer
-    rows = x.reshape(-1, x.shape[-1])
-    n = rows.shape[0]
-def linear(
-    layer: Linear, x: jax.Array, *, fine: bool = False, axis: str | None = None, use_native: bool = False
-) -> jax.Array:
-    """Multiply float32 `x [..., in]` by a weight `[out, in]` and add the bias -> float32 `[..., out]`.
-
-    float32 weights are exact (no TF32 on GPUs). bfloat16 weights round `x` to bfloat16. int8 weights round `x` to
-    int8 with one scale a row, sum in int32 and scale back; with `fine`, what the rounding left is rounded to int8 in
-    its turn and multiplied too, at twice the cost. A single row is always fine: its product is as slow as that of two.
-
-    `axis` is the mesh axis over which the inputs are divided, if they are: products are summed over it. int8's are
     summed as integers, and its scales are of whole rows, so that the result doesn't depend on the mesh.
     `use_native` lets the kernels of `native` multiply few rows.
     """

@@ -25,7 +25,18 @@ def test_json_is_one_object_with_every_measurement(run: Run, config: str, tmp_pa
     )
     report = json.loads(out)
     assert code == 0
-    assert set(report) == {"machine", "definition", "prompt", "new", "repeats", "models", "rows", "ways"}
+    assert set(report) == {
+        "machine",
+        "kernels",
+        "kv_dtype",
+        "definition",
+        "prompt",
+        "new",
+        "repeats",
+        "models",
+        "rows",
+        "ways",
+    }
     rows = report["rows"]
     keys = {(r["phase"], r["dtype"], r["batch"], r["depth"]) for r in rows}
     dtypes = ("float32", "int8")
