@@ -122,6 +122,7 @@ inline __m128i lanes(__m512i a, __m512i b, __m512i c, __m512i d) {
 }
 
 constexpr int kAhead = 16 << 10;  // bytes of the weights that are fetched ahead: this doubles the speed of one core
+constexpr int kTaskBytes = 512 << 10;  // of the weights that a task multiplies
 constexpr int kOutputs = 4;       // of a tile
 constexpr int kRows = 4;          // of a tile, at most: with more sums the compiler runs out of registers
 
@@ -163,8 +164,10 @@ constexpr decltype(&tile<T, 1>) kTile[] = {tile<T, 1>, tile<T, 2>, tile<T, 3>, t
 template <class T, class Store>
 void multiply(ffi::ThreadPool& pool, const typename T::Weight* w, const typename T::Element* x, int64_t out,
               int64_t rows, int64_t in, const Store& store) {
-  const int64_t bytes = in * sizeof(typename T::Weight);
-  const int64_t outputs = std::max<int64_t>(kOutputs, (64 << 10) / bytes / kOutputs * kOutputs);
+  // As many tasks for each thread, few and long, because each begins with weights that were not fetched ahead.
+  const int64_t threads = pool.num_threads(), bytes = out * in * sizeof(typename T::Weight);
+  const int64_t tasks = threads * ((bytes - 1) / (threads * kTaskBytes) + 1);
+  const int64_t outputs = ((out - 1) / tasks / kOutputs + 1) * kOutputs;
   parallel(pool, (out + outputs - 1) / outputs, [&](int64_t i) {
     const int64_t end = std::min(out, (i + 1) * outputs);
     for (int64_t r = 0; r < rows; r += kRows) {
