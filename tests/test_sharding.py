@@ -19,7 +19,7 @@ import tiny
 from console import MAIN, Run, error
 from test_cli import write_tokenizer
 
-from jllama import LLM, checkpoint, sharding
+from jllama import LLM, checkpoint, sharding, tokenizer
 from jllama.checkpoint import build, llama2c
 from jllama.checkpoint.parts import part
 from jllama.checkpoint.source import Source
@@ -31,6 +31,7 @@ ENVIRONMENT = os.environ | {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": meshes.FASTER,
 }
+CONFIG = Config(16, 24, 1, 2, 2, 330, 64)
 NEW = 12  # tokens that the command line is asked for
 
 
@@ -191,8 +192,7 @@ def test_each_device_holds_its_part_of_each_weight(found: dict[str, Any]) -> Non
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with its tokenizer beside it, and prompts."""
     folder = tmp_path_factory.mktemp("model")
-    config = Config(16, 24, 1, 2, 2, 330, 64)
-    oracle.write_v0(folder / "model.bin", oracle.random_weights(config, tied=True), config)
+    oracle.write_v0(folder / "model.bin", oracle.random_weights(CONFIG, tied=True), CONFIG)
     write_tokenizer(folder / "tokenizer.bin", 330)
     words = ("one", "two three", "four", "five six seven", "")
     (folder / "few.txt").write_text("".join(f"{words[i % 5]} {i}\n" for i in range(10)))
@@ -246,7 +246,7 @@ def test_two_processes_print_what_one_does(model: Path, alone: str) -> None:
     )
 
 
-def test_two_processes_read_a_half_each(model: Path) -> None:
+def test_two_processes_read_a_half_each(model: Path, alone: str) -> None:
     port = str(free_port())
     command = [sys.executable, str(ROOT / "tests/worker.py"), str(model), port]
     results = [json.loads(out.splitlines()[-1]) for out in finish([start([*command, str(i)]) for i in range(2)])]
@@ -261,9 +261,12 @@ def test_two_processes_read_a_half_each(model: Path) -> None:
         assert result["here"] == norms + (sum(sizes.values()) - norms) // 2
     first, second = results
     assert first["drawn"] == second["drawn"]
-    llm = LLM.load(model)
-    assert first["stream"] == second["stream"] == "".join(llm.stream("one", max_new_tokens=20, temperature=0))
-    np.testing.assert_allclose(first["score"], llm.score("one two three").logprobs, atol=1e-4)
+    assert first["stream"] == second["stream"] == json.loads(alone.splitlines()[0])["text"]
+    found = tokenizer.load(tokenizer.find(model))
+    ids = np.array([found.bos, *found.encode("one two three")])
+    logits = oracle.forward(oracle.random_weights(CONFIG, tied=True), CONFIG, ids)[:-1]
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(first["score"], logprobs[np.arange(len(ids) - 1), ids[1:]], atol=1e-4)
     assert first["score"] == second["score"]
 
 
@@ -281,7 +284,7 @@ def test_a_process_has_memory_for_its_part_alone(tmp_path: Path, dtype: str) -> 
         grown, weights = map(int, out.splitlines()[-1].split())
         size = {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
         assert 0.5 < weights / (size * 109.5e6) < 0.52  # 109.5 million parameters, a half of nearly all of them
-        assert 0.95 * weights < grown < 1.2 * weights
+        assert 0.95 * weights < grown < 1.1 * weights + 20e6
 
 
 @pytest.mark.parametrize(("mesh", "victim"), [pytest.param("model:2", 1, marks=pytest.mark.slow), ("data:2", 0)])

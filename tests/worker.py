@@ -35,7 +35,7 @@ def main(path: str, port: str, process: str) -> None:
         "read": read,
         "here": sum(shard.data.size for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards),
         "drawn": [completion.text for completion in drawn],
-        "stream": "".join(llm.stream("one", max_new_tokens=20, temperature=0)),
+        "stream": "".join(llm.stream("one 0", max_new_tokens=12, temperature=0)),
         "score": score.logprobs.tolist(),
     }
     print("\n" + json.dumps(result))
