@@ -113,9 +113,24 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All of a run; `dataclasses.asdict` of it is the JSON output."""
+    """All of a run; `dataclasses.asdict` of it is the JSON output.
+
+    Args:
+      machine: what it could do.
+      kernels: "native" or "xla", what multiplied few rows.
+      kv_dtype: of keys and values.
+      definition: what tokens per second are.
+      prompt: tokens of a prompt.
+      new: tokens to generate.
+      repeats: of each measurement.
+      models: a dtype each.
+      rows: prefill and decode of each dtype and batch.
+      ways: eager against compiled.
+    """
 
     machine: Machine
+    kernels: str
+    kv_dtype: str
     definition: str
     prompt: int
     new: int
@@ -164,7 +179,9 @@ def run(
         if not ways:
             progress(f"{dtype}: eager against compiled")
             ways = compare_ways(params, min(new, _EAGER_TOKENS), repeats)
-    return Report(machine, TOKENS_PER_SECOND, prompt, new, repeats, models, rows, ways)
+    config = params.config
+    kernels = "native" if config.native else "xla"
+    return Report(machine, kernels, config.kv_dtype, TOKENS_PER_SECOND, prompt, new, repeats, models, rows, ways)
 
 
 def measure_machine(dtypes: Sequence[str], megabytes: int = 256) -> Machine:
@@ -290,7 +307,8 @@ class _Bench:
         )  # fmt: skip
 
     def _cache_bytes(self, batch: int, slots: int) -> int:
-        return 2 * self.params.config.n_layers * batch * self.params.config.kv_dim * slots * 4
+        config = self.params.config
+        return 2 * config.n_layers * batch * config.kv_dim * slots * jnp.dtype(config.kv_dtype).itemsize
 
     def _state(self, batch: int, depth: int, slots: int) -> tuple[State, Stop]:
         length = jnp.full(batch, depth + 1, jnp.int32)

@@ -27,6 +27,7 @@ from jllama.generation import Completion, Prompt
 from jllama.llm import LLM, Score, check_batch_size
 from jllama.model import Params
 from jllama.prompts import standard_input
+from jllama.runner import prepare
 from jllama.session import Session
 from jllama.settings import Settings
 
@@ -268,7 +269,7 @@ def perplexity() -> None:
     score = llm.score(text)
     _print_score(llm, score)
     if llm.dtype != "float32":
-        exact = LLM(_params("float32"), llm.tokenizer)
+        exact = LLM(_prepared("float32"), llm.tokenizer)
         expected = exact.score(text)
         _print_score(exact, expected)
         print(f"greedy agreement with float32: {np.mean(score.best == expected.best):.2%}")
@@ -317,7 +318,7 @@ def benchmark() -> None:
         )
     with tqdm(file=sys.stderr, disable=None, bar_format="measuring {desc}, {elapsed}") as bar:
         result = bench.run(
-            _params,
+            _prepared,
             prompt=FLAGS.bench_prompt,
             new=FLAGS.bench_new,
             batches=[int(x) for x in FLAGS.bench_batches],
@@ -350,7 +351,7 @@ def _load() -> tuple[LLM, float]:
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
     path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(hub.local(FLAGS.checkpoint))
-    llm = LLM(_params(FLAGS.dtype), tokenizer.load(path))
+    llm = LLM(_prepared(FLAGS.dtype), tokenizer.load(path))
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began
 
@@ -378,6 +379,10 @@ def _connect() -> None:
     sys.stdout = open(out, "w", encoding=sys.stdout.encoding)  # noqa: SIM115  # it stays until the end
     if not FLAGS.mesh:
         raise ValueError(f"--mesh is missing: expected one of {jax.device_count()} devices, those of all processes")
+
+
+def _prepared(dtype: str) -> Params:
+    return prepare(_params(dtype), kernels=FLAGS.kernels, kv_dtype=FLAGS.kv_dtype)
 
 
 def _params(dtype: str) -> Params:

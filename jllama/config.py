@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+KVDtype = Literal["float32", "bfloat16"]
+
 
 class ConfigError(ValueError):
     """Sizes that make no model: every problem found is named in the one message."""
@@ -94,7 +96,7 @@ class Config:
     norm: Literal["rms", "layer"] = "rms"
     position: Literal["rope", "learned"] = "rope"
     activation: Literal["silu", "gelu"] = "silu"
-    kv_dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_dtype: KVDtype = "float32"
     native: bool = False
     axis: str | None = None
 
@@ -121,7 +123,7 @@ class Config:
         for name in ("norm_eps", "rope_theta"):
             if not _is_positive(value := getattr(self, name)):
                 problems.append(f"{name} = {value!r}: expected a positive number")
-        for name in ("norm", "position", "activation"):
+        for name in ("norm", "position", "activation", "kv_dtype"):
             choices = get_args(Config.__annotations__[name])
             if (value := getattr(self, name)) not in choices:
                 problems.append(f"{name} = {value!r}: expected {' or '.join(choices)}")
@@ -153,8 +155,9 @@ def from_toml(path: str | Path) -> tuple[Config, bool]:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
     tied = fields.pop("tied", False)
     try:
-        if "axis" in fields:
-            raise ConfigError("axis is no size of a model: expected --mesh")
+        for name, flag in (("axis", "mesh"), ("kv_dtype", "kv_dtype"), ("native", "kernels")):
+            if name in fields:
+                raise ConfigError(f"{name} is no size of a model: expected --{flag}")
         if not isinstance(tied, bool):
             raise ConfigError(f"tied = {tied!r}: expected true or false")
         if "rope_scaling" in fields:

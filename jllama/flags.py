@@ -46,6 +46,18 @@ GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
             ["auto", *checkpoint.DTYPES],
             "what to keep the weights in; auto: what the file stores; int8: fastest",
         ),
+        flags.DEFINE_enum(
+            "kv_dtype",
+            "float32",
+            ["float32", "bfloat16"],
+            "what to keep keys and values in; bfloat16: half the memory, faster for batches with native kernels",
+        ),
+        flags.DEFINE_enum(
+            "kernels",
+            "auto",
+            ["auto", "xla", "native"],
+            "what multiplies few rows on a CPU; native: kernels of this package, which pip compiles where it can",
+        ),
         flags.DEFINE_float("rope_theta", None, "base of the rotary frequencies, for models whose file can't tell it"),
     ],
     "Prompts": [

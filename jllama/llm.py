@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 from jllama import checkpoint, decode, generation, sharding
 from jllama import tokenizer as tokenizers
 from jllama.checkpoint import hub
+from jllama.config import KVDtype
 from jllama.generation import Completion, Prompt, Row
 from jllama.model import Params
 from jllama.quant import dtype_name
-from jllama.runner import Runner, Timings
+from jllama.runner import Runner, Timings, prepare
 from jllama.settings import Overrides, Settings
 from jllama.tokenizer import Tokenizer
 
@@ -86,6 +87,8 @@ class LLM:
         dtype: str = "auto",
         rope_theta: float | None = None,
         mesh: str | Mesh | None = None,
+        kernels: str = "auto",
+        kv_dtype: KVDtype = "float32",
     ) -> LLM:
         """Load a checkpoint and its tokenizer.
 
@@ -96,6 +99,8 @@ class LLM:
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
           mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `sharding.make_mesh` makes;
             None: the default device.
+          kernels: "xla", "native" or "auto", as for `runner.prepare`.
+          kv_dtype: of the keys and values kept: "float32" or "bfloat16".
 
         Raises:
           CheckpointError: the checkpoint can't be read.
@@ -106,7 +111,8 @@ class LLM:
             mesh = sharding.make_mesh(mesh)
         path = hub.local(path)
         found = tokenizers.load(tokenizers.find(path) if tokenizer is None else tokenizer)
-        return cls(checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, mesh=mesh), found)
+        params = checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, mesh=mesh)
+        return cls(prepare(params, kernels=kernels, kv_dtype=kv_dtype), found)
 
     @property
     def timings(self) -> Timings:

@@ -54,7 +54,7 @@ void parallel(ffi::ThreadPool& pool, int64_t n, const Task& task) {
 struct Float32 {
   using Weight = float;
   using Element = float;
-  using Result = float;
+  using Totals = __m128;
   using Sum = __m512;
   static constexpr int64_t kWidth = 16;
   static __m512 zero() { return _mm512_setzero_ps(); }
@@ -68,7 +68,7 @@ struct Float32 {
 struct BFloat16 {
   using Weight = uint16_t;
   using Element = uint16_t;
-  using Result = float;
+  using Totals = __m128;
   using Sum = __m512;
   static constexpr int64_t kWidth = 32;
   static __m512 zero() { return _mm512_setzero_ps(); }
@@ -81,7 +81,7 @@ struct BFloat16 {
 struct Int8 {
   using Weight = int8_t;
   using Element = int8_t;
-  using Result = int32_t;
+  using Totals = __m128i;
   using Sum = __m512i;
   static constexpr int64_t kWidth = 64;
   static __m512i zero() { return _mm512_setzero_si512(); }
@@ -122,17 +122,18 @@ inline __m128i lanes(__m512i a, __m512i b, __m512i c, __m512i d) {
 }
 
 constexpr int kAhead = 16 << 10;  // bytes of the weights that are fetched ahead: this doubles the speed of one core
+constexpr int kTaskBytes = 512 << 10;  // of the weights that a task multiplies
 constexpr int kOutputs = 4;       // of a tile
 constexpr int kRows = 4;          // of a tile, at most: with more sums the compiler runs out of registers
 
-// Computes y[r, o] for R rows of x and `outputs` (4 at most) rows of w, each row `in` long.
+// Multiplies R rows of x by `outputs` (at most kOutputs) rows of w, all `in` long: totals[r] holds row r's products.
 template <class T, int R>
-void tile(const typename T::Weight* w, int outputs, const typename T::Element* x, const int32_t* raised, int64_t in,
-          typename T::Result* y, int64_t y_stride) {
+void tile(const typename T::Weight* w, int outputs, const typename T::Element* x, int64_t in,
+          typename T::Totals* totals) {
   const typename T::Weight* rows[kOutputs];
   for (int o = 0; o < kOutputs; ++o) rows[o] = w + std::min(o, outputs - 1) * in;
   typename T::Sum sum[R][kOutputs];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int o = 0; o < kOutputs; ++o) sum[r][o] = T::zero();
@@ -144,72 +145,127 @@ void tile(const typename T::Weight* w, int outputs, const typename T::Element* x
       weights[o] = T::weight(mask, rows[o] + k);
       _mm_prefetch(reinterpret_cast<const char*>(rows[o] + k) + kAhead, _MM_HINT_T1);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const auto xs = T::load(mask, x + r * in + k);
 #pragma GCC unroll 4
       for (int o = 0; o < kOutputs; ++o) sum[r][o] = T::add(sum[r][o], weights[o], xs);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    typename T::Result out[kOutputs];
-    auto total = lanes(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-    if constexpr (std::is_same_v<T, Int8>) {
-      total = _mm_sub_epi32(total, _mm_set1_epi32(raised[r]));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out), total);
-    } else {
-      _mm_storeu_ps(out, total);
-    }
-    for (int o = 0; o < outputs; ++o) y[r * y_stride + o] = out[o];
-  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) totals[r] = lanes(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
 }
 
 template <class T>
 constexpr decltype(&tile<T, 1>) kTile[] = {tile<T, 1>, tile<T, 2>, tile<T, 3>, tile<T, kRows>};
 
-// y[r, o] = sum over i of w[o, i] * x[r, i]. Tasks take some outputs each, and within them some rows of x at a time,
-// so that both stay in a core's second-level cache.
-template <class T>
-ffi::Error dot(ffi::ThreadPool& pool, const typename T::Weight* w, const typename T::Element* x,
-               typename T::Result* y, int64_t out, int64_t rows, int64_t in) {
-  const int64_t bytes = in * sizeof(typename T::Element);
-  const int64_t outputs = std::max<int64_t>(kOutputs, (64 << 10) / bytes / kOutputs * kOutputs);
-  std::vector<int32_t> raised;
-  if constexpr (std::is_same_v<T, Int8>) {
-    raised.resize(rows);
-    for (int64_t r = 0; r < rows; ++r) {
-      __m512i sum = T::zero();
-      const __m512i ones = _mm512_set1_epi8(1);
-      for (int64_t k = 0; k < in; k += T::kWidth)
-        sum = T::add(sum, ones, T::load(T::mask(in - k), x + r * in + k));
-      raised[r] = 128 * _mm512_reduce_add_epi32(sum);
-    }
-  }
+// Multiplies all rows of x by all rows of w; store(row, output, outputs, totals, rows) takes the results of a tile.
+// The outputs of a task stay in its core's second-level cache while the rows of x pass by.
+template <class T, class Store>
+void multiply(ffi::ThreadPool& pool, const typename T::Weight* w, const typename T::Element* x, int64_t out,
+              int64_t rows, int64_t in, const Store& store) {
+  // As many tasks for each thread, few and long, because each begins with weights that were not fetched ahead.
+  const int64_t threads = pool.num_threads(), bytes = out * in * sizeof(typename T::Weight);
+  const int64_t tasks = threads * ((bytes - 1) / (threads * kTaskBytes) + 1);
+  const int64_t outputs = ((out - 1) / tasks / kOutputs + 1) * kOutputs;
   parallel(pool, (out + outputs - 1) / outputs, [&](int64_t i) {
     const int64_t end = std::min(out, (i + 1) * outputs);
     for (int64_t r = 0; r < rows; r += kRows) {
-      const auto run = kTile<T>[std::min<int64_t>(kRows, rows - r) - 1];
-      for (int64_t o = i * outputs; o < end; o += kOutputs)
-        run(w + o * in, std::min<int64_t>(kOutputs, end - o), x + r * in, raised.data() + r, in, y + r * out + o, out);
+      const int n = std::min<int64_t>(kRows, rows - r);
+      for (int64_t o = i * outputs; o < end; o += kOutputs) {
+        const int m = std::min<int64_t>(kOutputs, end - o);
+        typename T::Totals totals[kRows];
+        kTile<T>[n - 1](w + o * in, m, x + r * in, in, totals);
+        store(r, o, m, totals, n);
+      }
     }
   });
+}
+
+inline __mmask8 first(int outputs) { return (1u << outputs) - 1; }
+
+// y[r, o] = sum over i of w[o, i] * x[r, i], in float32.
+template <class T>
+void dot(ffi::ThreadPool& pool, const void* w, const void* x, float* y, int64_t out, int64_t rows, int64_t in) {
+  multiply<T>(pool, static_cast<const typename T::Weight*>(w), static_cast<const typename T::Element*>(x), out, rows,
+              in, [&](int64_t row, int64_t o, int outputs, const __m128* totals, int n) {
+                for (int r = 0; r < n; ++r) _mm_mask_storeu_ps(y + (row + r) * out + o, first(outputs), totals[r]);
+              });
+}
+
+// Rows of x as int8, each with its scale, and 128 times its sum, which Int8::weight adds to every product.
+struct Rounded {
+  Rounded(int64_t rows, int64_t in) : values(new int8_t[rows * in]), scale(rows), raised(rows) {}
+  std::unique_ptr<int8_t[]> values;
+  std::vector<float> scale;
+  std::vector<int32_t> raised;
+};
+
+// Rounds a row to int8, as `quantize` of quant.py does, into row r of `to`; `rest` becomes what the rounding left.
+void round_row(const float* x, int64_t in, Rounded& to, int64_t r, float* rest) {
+  __m512 most = _mm512_setzero_ps();
+  __mmask16 nan = 0;
+  for (int64_t i = 0; i < in; i += 16) {
+    const __m512 xs = Float32::load(Float32::mask(in - i), x + i);
+    most = _mm512_max_ps(most, _mm512_abs_ps(xs));
+    nan |= _mm512_cmp_ps_mask(xs, xs, _CMP_UNORD_Q);
+  }
+  const float scale = nan ? NAN : _mm512_reduce_max_ps(most) / 127.0f;
+  const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+  __m512i sum = _mm512_setzero_si512();
+  for (int64_t i = 0; i < in; i += 16) {
+    const __mmask16 mask = Float32::mask(in - i);
+    const __m512 xs = Float32::load(mask, x + i);
+    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(xs, _mm512_set1_ps(inverse)));
+    _mm512_mask_cvtsepi32_storeu_epi8(to.values.get() + r * in + i, mask, rounded);
+    sum = _mm512_add_epi32(sum, rounded);
+    if (rest) {
+      const __m512 left = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(rounded), _mm512_set1_ps(scale), xs);
+      _mm512_mask_storeu_ps(rest + i, mask, left);
+    }
+  }
+  to.scale[r] = scale;
+  to.raised[r] = 128 * _mm512_reduce_add_epi32(sum);
+}
+
+// The same with weights int8 times a scale for each output. x is rounded to int8; with `fine` what that left is rounded
+// too, and stands as a row of its own behind each row.
+void dot_int8(ffi::ThreadPool& pool, const int8_t* w, const float* w_scale, const float* x, float* y, int64_t out,
+              int64_t rows, int64_t in, bool fine) {
+  const int each = fine ? 2 : 1;
+  Rounded rounded(each * rows, in);
+  std::vector<float> rest(fine ? in : 0);
+  for (int64_t r = 0; r < rows; ++r) {
+    round_row(x + r * in, in, rounded, each * r, fine ? rest.data() : nullptr);
+    if (fine) round_row(rest.data(), in, rounded, 2 * r + 1, nullptr);
+  }
+  multiply<Int8>(pool, w, rounded.values.get(), out, each * rows, in,
+                 [&](int64_t row, int64_t o, int outputs, const __m128i* totals, int n) {
+                   const __m128 scale = _mm_maskz_loadu_ps(first(outputs), w_scale + o);
+                   for (int r = 0; r < n; r += each) {
+                     __m128 sum = _mm_setzero_ps();
+                     for (int i = r; i < r + each; ++i) {
+                       const __m128i exact = _mm_sub_epi32(totals[i], _mm_set1_epi32(rounded.raised[row + i]));
+                       const __m128 scales = _mm_mul_ps(scale, _mm_set1_ps(rounded.scale[row + i]));
+                       sum = _mm_fmadd_ps(_mm_cvtepi32_ps(exact), scales, sum);
+                     }
+                     _mm_mask_storeu_ps(y + (row + r) / each * out + o, first(outputs), sum);
+                   }
+                 });
+}
+
+ffi::Error dot_of(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::AnyBuffer x, ffi::ResultBuffer<ffi::F32> y) {
+  const auto run = w.element_type() == ffi::DataType::BF16 ? dot<BFloat16> : dot<Float32>;
+  run(pool, w.untyped_data(), x.untyped_data(), y->typed_data(), w.dimensions()[0], x.dimensions()[0],
+      w.dimensions()[1]);
   return ffi::Error::Success();
 }
 
-ffi::Error dot_of(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
-  const int64_t out = w.dimensions()[0], in = w.dimensions()[1], rows = x.dimensions()[0];
-  switch (w.element_type()) {
-    case ffi::DataType::S8:
-      return dot<Int8>(pool, w.typed_data<int8_t>(), x.typed_data<int8_t>(), y->typed_data<int32_t>(), out, rows, in);
-    case ffi::DataType::BF16:
-      return dot<BFloat16>(pool, static_cast<uint16_t*>(w.untyped_data()), static_cast<uint16_t*>(x.untyped_data()),
-                           y->typed_data<float>(), out, rows, in);
-    case ffi::DataType::F32:
-      return dot<Float32>(pool, w.typed_data<float>(), x.typed_data<float>(), y->typed_data<float>(), out, rows, in);
-    default:
-      return ffi::Error::InvalidArgument("weights are float32, bfloat16 or int8");
-  }
+ffi::Error dot_int8_of(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scale,
+                       ffi::Buffer<ffi::F32> x, bool fine, ffi::ResultBuffer<ffi::F32> y) {
+  dot_int8(pool, w.typed_data(), scale.typed_data(), x.typed_data(), y->typed_data(), w.dimensions()[0],
+           x.dimensions()[0], w.dimensions()[1], fine);
+  return ffi::Error::Success();
 }
 
 // exp(x) for x <= 0, to float32's precision: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
@@ -237,8 +293,11 @@ void attend_head(const float* q, const typename T::Weight* k, const typename T::
   std::fill(out, out + rows * h, 0.0f);
   for (int64_t s = first; s <= last; s += kSlots) {
     const int n = std::min<int64_t>(kSlots, last + 1 - s);
-    for (int i = 0; i < n; i += kOutputs)
-      kTile<T>[rows - 1](k + (s + i) * h, std::min(kOutputs, n - i), q, nullptr, h, &scores[0][i], kSlots);
+    for (int i = 0; i < n; i += kOutputs) {
+      __m128 totals[kRows];
+      kTile<T>[rows - 1](k + (s + i) * h, std::min(kOutputs, n - i), q, h, totals);
+      for (int r = 0; r < rows; ++r) _mm_store_ps(&scores[r][i], totals[r]);
+    }
     for (int r = 0; r < rows; ++r) {
       __m512 most = _mm512_set1_ps(largest[r]);
       for (int i = 0; i < n; i += 16)
@@ -315,9 +374,18 @@ ffi::Error attend_of(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_dot, dot_of,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()   // w [out, in]
-                                  .Arg<ffi::AnyBuffer>()   // x [rows, in], of w's type
-                                  .Ret<ffi::AnyBuffer>());  // y [rows, out], float32 or int32
+                                  .Arg<ffi::AnyBuffer>()              // w [out, in], float32 or bfloat16
+                                  .Arg<ffi::AnyBuffer>()              // x [rows, in], the same
+                                  .Ret<ffi::Buffer<ffi::F32>>());     // y [rows, out]
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_dot_int8, dot_int8_of,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()        // w [out, in]
+                                  .Arg<ffi::Buffer<ffi::F32>>()       // its scales [out]
+                                  .Arg<ffi::Buffer<ffi::F32>>()       // x [rows, in]
+                                  .Attr<bool>("fine")                 // whether x is rounded in two steps
+                                  .Ret<ffi::Buffer<ffi::F32>>());     // y [rows, out]
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_attend, attend_of,
                               ffi::Ffi::Bind()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,8 +22,9 @@ def _load() -> ctypes.CDLL | None:
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
         library = ctypes.CDLL(str(path))
         if library.jllama_supported():
-            for name in ("jllama_dot", "jllama_attend"):
-                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+            for name in ("jllama_dot", "jllama_dot_int8", "jllama_attend"):
+                handler = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
+                jax.ffi.register_ffi_target(name, handler, platform="cpu")
             return library
     return None
 
@@ -51,14 +53,23 @@ def choose(kernels: str) -> bool:
     return kernels != "xla" and available()
 
 
-def dot(w: jax.Array, rows: jax.Array, accumulate: type) -> jax.Array:
-    """Multiply `rows [R, in]` by `w [out, in]` transposed: `[R, out]`, summed in `accumulate`.
-
-    Both are float32 or both bfloat16, summed in float32, or both int8, summed in int32.
-    """
-    result = jax.ShapeDtypeStruct((rows.shape[0], w.shape[0]), accumulate)
-    y: jax.Array = jax.ffi.ffi_call("jllama_dot", result)(w, rows)
+def dot(w: jax.Array, rows: jax.Array) -> jax.Array:
+    """Multiply `rows [R, in]` by `w [out, in]` transposed, both float32 or both bfloat16: float32 `[R, out]`."""
+    y: jax.Array = jax.ffi.ffi_call("jllama_dot", _float32(rows.shape[0], w.shape[0]))(w, rows)
     return y
+
+
+def dot_int8(w: jax.Array, scale: jax.Array, rows: jax.Array, *, fine: bool) -> jax.Array:
+    """Multiply float32 `rows [R, in]`, rounded to int8, by int8 `w [out, in]`, transposed, times `scale [out]`.
+
+    With `fine` what the rounding left is rounded and multiplied too; returns float32 `[R, out]`.
+    """
+    y: jax.Array = jax.ffi.ffi_call("jllama_dot_int8", _float32(rows.shape[0], w.shape[0]))(w, scale, rows, fine=fine)
+    return y
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.float32)  # type: ignore[no-untyped-call]
 
 
 def attend(
@@ -78,9 +89,7 @@ def attend(
     Returns:
       float32 `[B*K, G, H]`, `k` and `v`.
     """
-    results = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in ((q, np.float32), (k, k.dtype), (v, v.dtype))]
+    results: list[Any] = [_float32(*q.shape), k, v]
     call = jax.ffi.ffi_call("jllama_attend", results, input_output_aliases={3: 1, 4: 2})
-    out: tuple[jax.Array, jax.Array, jax.Array] = call(
-        q, new_k, new_v, k, v, last, window=np.int64(k.shape[1] if window is None else window)
-    )
-    return out
+    out, k, v = call(q, new_k, new_v, k, v, last, window=np.int64(k.shape[1] if window is None else window))
+    return out, k, v

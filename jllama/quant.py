@@ -84,25 +84,30 @@ def linear(
     its turn and multiplied too, at twice the cost. A single row is always fine: its product is as slow as that of two.
 
     `axis` is the mesh axis over which the inputs are divided, if they are: products are summed over it. int8's are
-    summed as integers, and its scales are of whole rows, so that the result doesn't depend on the mesh. `use_native`
-    lets the kernels of `native` multiply few rows.
+    summed as integers, and its scales are of whole rows, so that the result doesn't depend on the mesh.
+    `use_native` lets the kernels of `native` multiply few rows.
     """
     w, bias = layer
     rows = x.reshape(-1, x.shape[-1])
     n = rows.shape[0]
-    dot = native.dot if use_native and n <= native.MAX_ROWS else _dot
-    if isinstance(w, QuantizedWeight):
+    fine = fine or n == 1
+    use_native = use_native and n <= native.MAX_ROWS
+    if isinstance(w, QuantizedWeight) and use_native and axis is None:
+        y = native.dot_int8(w.values, w.scale, rows, fine=fine)
+    elif isinstance(w, QuantizedWeight):
         q = quantize(rows, axis)
-        if fine or n == 1:
+        if fine:
             rest = quantize(rows - q.values.astype(jnp.float32) * q.scale[:, None], axis)
             q = jax.tree.map(lambda *parts: jnp.concatenate(parts), q, rest)
-        y = _sum(dot(w.values, q.values, jnp.int32), axis).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
-        y = y[:n] if y.shape[0] == n else y[:n] + y[n:]
-    elif n == 1 and w.dtype != jnp.float32 and dot is _dot:
+        y = _sum(_dot(w.values, q.values, jnp.int32), axis).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
+        y = y[:n] + y[n:] if fine else y
+    elif use_native:
+        y = _sum(native.dot(w, rows.astype(w.dtype)), axis)
+    elif n == 1 and w.dtype != jnp.float32:
         # One row alone falls into a scalar loop on CPU, 10 to 20 times slower than two.
         y = _sum(_dot(w, jnp.pad(rows.astype(w.dtype), ((0, 1), (0, 0))), jnp.float32)[:1], axis)
     else:
-        y = _sum(dot(w, rows.astype(w.dtype), jnp.float32), axis)
+        y = _sum(_dot(w, rows.astype(w.dtype), jnp.float32), axis)
     if bias is not None:
         y = y + bias[None]
     return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -17,6 +17,7 @@ def table(report: Report) -> str:
         f"{m.cpu}, {m.cores} cores, {m.devices}; jax {m.jax}, jaxlib {m.jaxlib}",
         f"bounds: memory {m.bandwidth / 1e9:.1f} GB/s; "
         + ", ".join(f"{dtype} {peak / 1e9:.0f} GOP/s" for dtype, peak in m.peak.items()),
+        f"kernels for few rows: {report.kernels}; keys and values in {report.kv_dtype}",
         report.definition,
         "",
         f"{'dtype':9} {'weights':>9} {'load':>8} {'compile':>8} {'first token':>12} {'peak memory so far':>19}",

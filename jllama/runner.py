@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllama import decode, sharding
+from jllama import decode, native, sharding
+from jllama.config import KVDtype
 from jllama.decode import Stop
 from jllama.model import Params
 from jllama.quant import dtype_name
@@ -21,6 +22,24 @@ _MIN_SLOTS = 256  # of a cache; it doubles when it is full
 _MIN_WIDTH = 16  # of a block of prompt tokens; sizes are powers of two, so that few programs serve all lengths
 _MAX_WIDTH = 512
 _BLOCK_TOKENS = 4096  # the most tokens in a block, all rows together: bounds the memory of long prompts
+
+
+def prepare(params: Params, *, kernels: str = "auto", kv_dtype: KVDtype = "float32") -> Params:
+    """Say how a model is run.
+
+    Args:
+      params: the model.
+      kernels: "xla"; "native", the package's own for CPUs; or "auto", the latter where they can be used.
+      kv_dtype: "float32" or "bfloat16", what keys and values are kept in.
+
+    Raises:
+      ValueError: another word, or kernels that can't be used here.
+    """
+    on_mesh = sharding.mesh_of(params) is not None
+    if on_mesh and kernels == "native":
+        raise ValueError("kernels = native: they run on a single device: expected no mesh, or kernels = auto")
+    use_native = native.choose(kernels) and not on_mesh
+    return dataclasses.replace(params, config=dataclasses.replace(params.config, kv_dtype=kv_dtype, native=use_native))
 
 
 @dataclasses.dataclass

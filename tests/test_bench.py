@@ -1,11 +1,14 @@
 """The benchmark's output: complete, consistent, and in the formats that it promises."""
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from console import Run, error
+
+from jllama import bench
 
 FLAGS = ("--mode=bench", "--bench_prompt=20", "--bench_new=6", "--bench_batches=2", "--bench_repeats=2")
 
@@ -25,7 +28,18 @@ def test_json_is_one_object_with_every_measurement(run: Run, config: str, tmp_pa
     )
     report = json.loads(out)
     assert code == 0
-    assert set(report) == {"machine", "definition", "prompt", "new", "repeats", "models", "rows", "ways"}
+    assert set(report) == {
+        "machine",
+        "kernels",
+        "kv_dtype",
+        "definition",
+        "prompt",
+        "new",
+        "repeats",
+        "models",
+        "rows",
+        "ways",
+    }
     rows = report["rows"]
     keys = {(r["phase"], r["dtype"], r["batch"], r["depth"]) for r in rows}
     dtypes = ("float32", "int8")
@@ -50,6 +64,13 @@ def test_json_is_one_object_with_every_measurement(run: Run, config: str, tmp_pa
     assert report["ways"][0]["speedup"] == 1
     assert report["machine"]["bandwidth"] > 1e8
     assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_schema_is_documented() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "benchmark.md").read_text()
+    for kind in (bench.Report, bench.Machine, bench.Model, bench.Row, bench.Way, bench.Spread):
+        for field in dataclasses.fields(kind):
+            assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
 
 
 def test_table_and_csv(run: Run, config: str) -> None:

@@ -31,7 +31,7 @@ LLAMA2C_TEST = (
 
 @pytest.fixture(scope="module")
 def stories(shared: Path) -> LLM:
-    return LLM.load(shared / "models/stories260K/stories260K.bin")
+    return LLM.load(shared / "models/stories260K/stories260K.bin", kernels="xla")
 
 
 def golden(shared: Path, kind: str) -> list[dict[str, Any]]:

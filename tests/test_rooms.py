@@ -10,8 +10,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jllama"
 # What each room may import from the others; a folder is one room.
 ROOMS = {
     "config": set(),
-    "quant": set(),
-    "model": {"config", "quant"},
+    "native": set(),
+    "quant": {"native"},
+    "model": {"config", "native", "quant"},
     "sampling": set(),
     "decode": {"model", "sampling"},
     "sharding": {"config", "decode", "model", "quant", "sampling"},
@@ -21,9 +22,10 @@ ROOMS = {
     "chat": {"gguf_file", "tokenizer"},
     "checkpoint": {"config", "quant", "model", "gguf_file", "sharding"},
     "settings": {"sampling"},
-    "runner": {"decode", "model", "quant", "settings", "sharding"},
+    "runner": {"config", "decode", "model", "native", "quant", "settings", "sharding"},
     "generation": {"runner", "settings", "text", "tokenizer"},
-    "llm": {"checkpoint", "decode", "generation", "model", "quant", "runner", "settings", "sharding"} | {"tokenizer"},
+    "llm": {"checkpoint", "config", "decode", "generation", "model", "quant", "runner", "settings"}
+    | {"sharding", "tokenizer"},
     "prompts": {"generation", "settings"},
     "session": {"chat", "generation", "llm", "runner", "settings"},
     "bench": {"decode", "model", "quant", "runner", "sampling", "settings"},
@@ -32,7 +34,7 @@ ROOMS = {
     "plan": {"checkpoint", "model", "runner", "sharding"},
     "flags": {"checkpoint", "settings"},
     "cli": {"bench", "chat", "checkpoint", "config", "generation", "llm", "model", "prompts", "report", "session"}
-    | {"flags", "plan", "results", "settings", "sharding", "tokenizer"},
+    | {"flags", "plan", "results", "runner", "settings", "sharding", "tokenizer"},
     "__init__": {"checkpoint", "generation", "llm", "settings", "tokenizer"},
 }
 
