@@ -293,6 +293,7 @@ def show_plan() -> None:
         contents = checkpoint.random_contents(sizes, tied=tied)
     else:
         contents = checkpoint.read(FLAGS.checkpoint)
+    contents = contents._replace(config=dataclasses.replace(contents.config, kv_dtype=FLAGS.kv_dtype))
     dtype = contents.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
     devices: Sequence[plan.Device] = plan.DEVICES
     if FLAGS.memory is not None:

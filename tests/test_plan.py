@@ -99,6 +99,8 @@ def test_the_command_line_plans(run: Run) -> None:
         "H200 .* 4,800 GB/s",
     ):
         assert re.search(words, out), words
+    assert "2.68 GB of cache for 1,024 tokens of 32 rows" in out
+    assert "1.34 GB of cache" in run(*flags, "--mesh=model:8", "--kv_dtype=bfloat16")[1]
     assert "24 GB" in run(*flags, "--mesh=model:8", "--memory=24")[1]
     assert "multiple of 7" in error(run(*flags, "--mesh=model:7"))
     assert "mesh = 'x'" in error(run(*flags, "--mesh=x"))
