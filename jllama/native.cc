@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -20,9 +19,9 @@ namespace ffi = xla::ffi;
 // Whether this processor has what the kernels are compiled for. Stands before the pragma, so it runs on any.
 extern "C" int jllama_supported() {
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
-         __builtin_cpu_supports("avx512bf16");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
 
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,fma")
@@ -89,7 +88,9 @@ struct Int8 {
   static __m512i load(__mmask64 mask, const int8_t* p) { return _mm512_maskz_loadu_epi8(mask, p); }
   // The instruction multiplies unsigned by signed bytes: the weights are raised by 128, and 128 times the sum of the
   // row of x is taken off the result.
-  static __m512i weight(__mmask64 mask, const int8_t* p) { return _mm512_xor_si512(load(mask, p), _mm512_set1_epi8(-128)); }
+  static __m512i weight(__mmask64 mask, const int8_t* p) {
+    return _mm512_xor_si512(load(mask, p), _mm512_set1_epi8(-128));
+  }
   static __m512i add(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
 };
 
@@ -121,10 +122,10 @@ inline __m128i lanes(__m512i a, __m512i b, __m512i c, __m512i d) {
   return _mm_add_epi32(_mm256_castsi256_si128(t), _mm256_extracti128_si256(t, 1));
 }
 
-constexpr int kAhead = 16 << 10;  // bytes of the weights that are fetched ahead: this doubles the speed of one core
-constexpr int kTaskBytes = 512 << 10;  // of the weights that a task multiplies
-constexpr int kOutputs = 4;       // of a tile
-constexpr int kRows = 4;          // of a tile, at most: with more sums the compiler runs out of registers
+constexpr int kAhead = 16 << 10;       // bytes of weights that are fetched ahead: it doubles the speed of one core
+constexpr int kTaskBytes = 512 << 10;  // of the weights that a task multiplies, at most
+constexpr int kOutputs = 4;            // of a tile
+constexpr int kRows = 4;               // of a tile, at most: with more sums the compiler runs out of registers
 
 // Multiplies R rows of x by `outputs` (at most kOutputs) rows of w, all `in` long: totals[r] holds row r's products.
 template <class T, int R>
@@ -165,7 +166,7 @@ template <class T, class Store>
 void multiply(ffi::ThreadPool& pool, const typename T::Weight* w, const typename T::Element* x, int64_t out,
               int64_t rows, int64_t in, const Store& store) {
   // As many tasks for each thread, few and long, because each begins with weights that were not fetched ahead.
-  const int64_t threads = pool.num_threads(), bytes = out * in * sizeof(typename T::Weight);
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads()), bytes = out * in * sizeof(typename T::Weight);
   const int64_t tasks = threads * ((bytes - 1) / (threads * kTaskBytes) + 1);
   const int64_t outputs = ((out - 1) / tasks / kOutputs + 1) * kOutputs;
   parallel(pool, (out + outputs - 1) / outputs, [&](int64_t i) {
@@ -182,14 +183,15 @@ void multiply(ffi::ThreadPool& pool, const typename T::Weight* w, const typename
   });
 }
 
-inline __mmask8 first(int outputs) { return (1u << outputs) - 1; }
+inline __mmask8 outputs_mask(int outputs) { return (1u << outputs) - 1; }
 
 // y[r, o] = sum over i of w[o, i] * x[r, i], in float32.
 template <class T>
 void dot(ffi::ThreadPool& pool, const void* w, const void* x, float* y, int64_t out, int64_t rows, int64_t in) {
   multiply<T>(pool, static_cast<const typename T::Weight*>(w), static_cast<const typename T::Element*>(x), out, rows,
               in, [&](int64_t row, int64_t o, int outputs, const __m128* totals, int n) {
-                for (int r = 0; r < n; ++r) _mm_mask_storeu_ps(y + (row + r) * out + o, first(outputs), totals[r]);
+                for (int r = 0; r < n; ++r)
+                  _mm_mask_storeu_ps(y + (row + r) * out + o, outputs_mask(outputs), totals[r]);
               });
 }
 
@@ -241,7 +243,7 @@ void dot_int8(ffi::ThreadPool& pool, const int8_t* w, const float* w_scale, cons
   }
   multiply<Int8>(pool, w, rounded.values.get(), out, each * rows, in,
                  [&](int64_t row, int64_t o, int outputs, const __m128i* totals, int n) {
-                   const __m128 scale = _mm_maskz_loadu_ps(first(outputs), w_scale + o);
+                   const __m128 scale = _mm_maskz_loadu_ps(outputs_mask(outputs), w_scale + o);
                    for (int r = 0; r < n; r += each) {
                      __m128 sum = _mm_setzero_ps();
                      for (int i = r; i < r + each; ++i) {
@@ -249,7 +251,7 @@ void dot_int8(ffi::ThreadPool& pool, const int8_t* w, const float* w_scale, cons
                        const __m128 scales = _mm_mul_ps(scale, _mm_set1_ps(rounded.scale[row + i]));
                        sum = _mm_fmadd_ps(_mm_cvtepi32_ps(exact), scales, sum);
                      }
-                     _mm_mask_storeu_ps(y + (row + r) / each * out + o, first(outputs), sum);
+                     _mm_mask_storeu_ps(y + (row + r) / each * out + o, outputs_mask(outputs), sum);
                    }
                  });
 }
@@ -270,7 +272,7 @@ ffi::Error dot_int8_of(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> w, ffi::Buffer
 
 // exp(x) for x <= 0, to float32's precision: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
 inline __m512 exponential(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
+  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // in this order NaN stays NaN
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -353,8 +355,10 @@ ffi::Error attend(ffi::ThreadPool& pool, const float* q, const float* new_k, con
       T::store(values + last[i] * h + at, mask, Float32::load(mask, new_v + i * h + at));
     }
     const int64_t end = last[i], first = std::max<int64_t>(0, end - window + 1);
-    for (int64_t row = i * g; row < (i + 1) * g; row += kRows)
-      attend_head<T>(q + row * h, keys, values, first, end, std::min<int64_t>(kRows, (i + 1) * g - row), h, out + row * h);
+    for (int64_t row = i * g; row < (i + 1) * g; row += kRows) {
+      const int rows = std::min<int64_t>(kRows, (i + 1) * g - row);
+      attend_head<T>(q + row * h, keys, values, first, end, rows, h, out + row * h);
+    }
   });
   return ffi::Error::Success();
 }

@@ -113,6 +113,15 @@ def test_attention(dtype: str, window: int | None, g: int, h: int) -> None:
 
 
 @needs_kernels
+def test_attention_to_what_is_not_finite() -> None:
+    q, new = np.ones((3, 1, 16), np.float32), np.ones((3, 1, 16), np.float32)
+    k, v = np.ones((3, 40, 16), np.float32), np.ones((3, 40, 16), np.float32)
+    k[0, 3, 5], k[1, 3, 5] = np.nan, np.inf
+    out, _, _ = native.attend(q, new, new, k, v, np.full(3, 20, np.int32), None)
+    assert np.isfinite(out).all(axis=(1, 2)).tolist() == [False, False, True]
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 @pytest.mark.parametrize("jit", [True, False])
 def test_logits_of_steps(name: str, jit: bool) -> None:
