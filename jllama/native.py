@@ -6,7 +6,10 @@ AVX-512, XLA's own kernels do the work. Nothing but speed depends on them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,22 @@ import numpy as np
 MAX_ROWS = 64  # of a product; XLA is as fast with more
 
 
+def _built() -> Iterator[Path]:
+    """Find the compiled library beside this file, or in the installed package of the same source."""
+    here = Path(__file__).parent
+    yield from sorted(here.glob("_native*.so"))
+    with contextlib.suppress(PackageNotFoundError):  # a clone beside `pip install .`: the library is there
+        for file in files("jllama") or []:
+            source = Path(str(file.locate())).with_name("native.cc")
+            is_library = file.match("_native*.so") and source.exists()
+            if is_library and source.read_bytes() == (here / "native.cc").read_bytes():
+                yield source.with_name(file.name)
+
+
 def _load() -> ctypes.CDLL | None:
     """Load the library and make its kernels known to XLA; None where it was not built or can't run here."""
     # It uses no Python, so that of another Python version serves as well.
-    for path in sorted(Path(__file__).parent.glob("_native*.so")):
+    for path in _built():
         library = ctypes.CDLL(str(path))
         if library.jllama_supported():
             for name in ("jllama_dot", "jllama_dot_int8", "jllama_attend"):
