@@ -16,6 +16,7 @@ The results are `WORK/int8` and `WORK/float32` (a model and its tokenizer each),
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -54,19 +55,18 @@ flags.DEFINE_bool("smoke", False, "every stage, but tiny: about a minute, and a 
 class Sizes(NamedTuple):
     """How much of everything a run makes."""
 
-    files: int = 48  # of stories
+    files: int = 24  # of stories
     stories: int = 1024  # in a file
-    min_count: int = 5  # stories with a word that is rarer are dropped
+    min_count: int = 3  # stories with a word that is rarer are dropped
     config: Config = Config(
-        dim=192, hidden_dim=512, n_layers=5, n_heads=6, n_kv_heads=1, vocab_size=1536, max_seq_len=512
+        dim=192, hidden_dim=512, n_layers=5, n_heads=3, n_kv_heads=1, vocab_size=1536, max_seq_len=256
     )
-    window: int = 256  # tokens of a training sequence
     batch: int = 16
-    steps: int = 2000
+    steps: int = 1500
     look: int = 50  # steps between two looks at the held-out stories, and two savings
 
 
-SMOKE = Sizes(2, 64, 1, Config(32, 64, 2, 4, 1, 384, 512), 64, 4, 20, 10)
+SMOKE = Sizes(2, 64, 1, Config(64, 128, 2, 4, 1, 384, 64), 4, 20, 10)
 
 NAMES = "Anna Ben Bella Bob Daisy Emma Jack Jane Joe Kate Leo Lily Lucy Max Mia Molly Nora Sam Sara Sue Tim Tom".split()
 KINDS = "bear bird boy bunny cat dog duck fish fox frog girl kitten mouse pig puppy rabbit robot turtle".split()
@@ -190,8 +190,7 @@ def optimiser(steps: int) -> optax.GradientTransformation:
     def dimensions(params: Params) -> Any:
         """Name the axes, `[out, in]`, of the matrices that are Muon's."""
         axes = jax.tree.map(lambda leaf: MuonDimensionNumbers(1, 0) if leaf.ndim == 2 else None, params)
-        axes.__dict__["embedding"] = None
-        return axes
+        return dataclasses.replace(axes, embedding=None)
 
     def rate(peak: float) -> optax.Schedule:
         warm = steps // 40
@@ -203,8 +202,9 @@ def optimiser(steps: int) -> optax.GradientTransformation:
 
 def train(work: Path, sizes: Sizes) -> None:
     """Train the model; its weights, the optimiser's state and the step are in state.npz, the losses in curve.csv."""
-    corpus, held_out = (windows(np.load(work / f"{name}.npy"), sizes.window) for name in ("corpus", "held_out"))
-    held_out = held_out[:: sizes.window][: 4 * sizes.batch].reshape(-1, sizes.batch, sizes.window)
+    width = sizes.config.max_seq_len
+    corpus, held_out = (windows(np.load(work / f"{name}.npy"), width) for name in ("corpus", "held_out"))
+    held_out = held_out[::width][: 4 * sizes.batch]
     tools = optimiser(sizes.steps)
     params = checkpoint.random(sizes.config, tied=True)
     state = (params, tools.init(params), jnp.int32(0))
@@ -227,7 +227,7 @@ def train(work: Path, sizes: Sizes) -> None:
         values.append(float(value))
         bar.update()
         if (i + 1) % sizes.look == 0 or i + 1 == sizes.steps:
-            validation = float(np.mean([look(state[0], jnp.asarray(batch)) for batch in held_out]))
+            validation = float(look(state[0], jnp.asarray(held_out)))
             save_state(work / "state.npz", state)
             with open(work / "curve.csv", "a") as file:
                 csv.writer(file).writerow([i + 1, time.perf_counter() - began, np.mean(values), validation])
