@@ -62,11 +62,13 @@ class Sizes(NamedTuple):
         dim=192, hidden_dim=512, n_layers=5, n_heads=3, n_kv_heads=1, vocab_size=1536, max_seq_len=256
     )
     batch: int = 16
-    steps: int = 1500
+    steps: int = 1000
     look: int = 50  # steps between two looks at the held-out stories, and two savings
 
 
 SMOKE = Sizes(2, 64, 1, Config(64, 128, 2, 4, 1, 384, 64), 4, 20, 10)
+
+BOS = 1  # in every tokenizer that SentencePiece trains
 
 NAMES = "Anna Ben Bella Bob Daisy Emma Jack Jane Joe Kate Leo Lily Lucy Max Mia Molly Nora Sam Sara Sue Tim Tom".split()
 KINDS = "bear bird boy bunny cat dog duck fish fox frog girl kitten mouse pig puppy rabbit robot turtle".split()
@@ -193,8 +195,7 @@ def optimiser(steps: int) -> optax.GradientTransformation:
         return dataclasses.replace(axes, embedding=None)
 
     def rate(peak: float) -> optax.Schedule:
-        warm = steps // 40
-        knots = [(0, 0.0), (warm, peak), (steps // 2, peak), (steps, 0.02 * peak)]
+        knots = [(0, 0.0), (min(30, steps // 4), peak), (steps // 2, peak), (steps, 0.02 * peak)]
         return lambda step: jnp.interp(step, jnp.array([k for k, _ in knots]), jnp.array([v for _, v in knots]))
 
     return muon(rate(0.02), adam_learning_rate=rate(0.004), muon_weight_dimension_numbers=dimensions)
@@ -202,9 +203,8 @@ def optimiser(steps: int) -> optax.GradientTransformation:
 
 def train(work: Path, sizes: Sizes) -> None:
     """Train the model; its weights, the optimiser's state and the step are in state.npz, the losses in curve.csv."""
-    width = sizes.config.max_seq_len
-    corpus, held_out = (windows(np.load(work / f"{name}.npy"), width) for name in ("corpus", "held_out"))
-    held_out = held_out[::width][: 4 * sizes.batch]
+    corpus = sequences(work / "corpus.npy", sizes.config.max_seq_len)
+    held_out = sequences(work / "held_out.npy", sizes.config.max_seq_len)[: 4 * sizes.batch]
     tools = optimiser(sizes.steps)
     params = checkpoint.random(sizes.config, tied=True)
     state = (params, tools.init(params), jnp.int32(0))
@@ -235,9 +235,12 @@ def train(work: Path, sizes: Sizes) -> None:
             began, values = time.perf_counter(), []
 
 
-def windows(ids: np.ndarray, width: int) -> np.ndarray:
-    """View `ids [N]` as all its sequences of `width`, `[N - width + 1, width]`."""
-    return np.lib.stride_tricks.sliding_window_view(ids, width)
+def sequences(path: Path, width: int) -> np.ndarray:
+    """Read encoded stories as rows of `width` ids: each story from its BOS on, and what follows it."""
+    ids = np.load(path)
+    starts = np.flatnonzero(ids[: len(ids) - width] == BOS)
+    rows: np.ndarray = np.lib.stride_tricks.sliding_window_view(ids, width)[starts]
+    return rows
 
 
 def save_state(path: Path, state: Any) -> None:
