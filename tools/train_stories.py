@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -146,7 +147,8 @@ def clean(work: Path, text: Path | None, sizes: Sizes) -> None:
         else:
             kept.append(story)
             seen.update(sentences)
-    print(f"clean: kept {len(kept)} stories, {sum(map(len, kept))} characters; dropped {dict(dropped)}")
+    counted = f"kept {len(kept)} stories, {sum(map(len, kept))} characters; dropped {dict(dropped)}"
+    print(f"clean: {counted}", file=sys.stderr)
     dump(work / "held_out.json", kept[::50])
     dump(work / "corpus.json", [story for i, story in enumerate(kept) if i % 50])
 
@@ -310,18 +312,26 @@ def dump(path: Path, stories: list[str]) -> None:
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line; a fault in what it is given is one line."""
+    try:
+        run(Path(FLAGS.work), FLAGS.writer, Path(FLAGS.text) if FLAGS.text else None, SMOKE if FLAGS.smoke else Sizes())
+    except (ValueError, OSError) as e:
+        sys.exit(f"train_stories: {' '.join(str(e).split())}")
+
+
+def run(work: Path, writer: str, text: Path | None, sizes: Sizes) -> None:
     """Run the stages whose results aren't there."""
-    work, sizes = Path(FLAGS.work), SMOKE if FLAGS.smoke else Sizes()
-    text = Path(FLAGS.text) if FLAGS.text else None
+    if text is not None and not text.is_file():
+        raise ValueError(f"--text={text}: no such file")
     work.mkdir(parents=True, exist_ok=True)
-    write(work, FLAGS.writer, sizes)
+    write(work, writer, sizes)
     if not (work / "corpus.json").exists():
         clean(work, text, sizes)
     if not (work / "corpus.npy").exists():
         tokenize(work, sizes)
     train(work, sizes)
     export(work, sizes)
-    evaluate(work, FLAGS.writer, text)
+    evaluate(work, writer, text)
 
 
 if __name__ == "__main__":
