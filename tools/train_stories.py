@@ -300,7 +300,11 @@ def plot(work: Path) -> None:
     axes = figure.subplots()
     axes.plot(steps, training, label="training", linewidth=1)
     axes.plot(steps, held_out, label="held-out stories", linewidth=1)
-    axes.set(xlabel="step", ylabel="loss, nats a token", ylim=(held_out.min() - 0.1, min(4.0, held_out.max() + 0.1)))
+    axes.set(
+        xlabel="step",
+        ylabel="loss, nats a token",
+        ylim=(min(*training, *held_out) - 0.1, min(4.0, max(held_out) + 0.1)),
+    )
     axes.legend()
     figure.savefig(work / "curve.png", dpi=110)
 
