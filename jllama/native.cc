@@ -16,6 +16,10 @@
 
 namespace ffi = xla::ffi;
 
+// What native.py expects; to be raised with every change of the kernels' arguments, so that a library which was
+// compiled from an older source is not used.
+extern "C" int jllama_version() { return 1; }
+
 // Whether this processor has what the kernels are compiled for. Stands before the pragma, so it runs on any.
 extern "C" int jllama_supported() {
   __builtin_cpu_init();

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 MAX_ROWS = 64  # of a product; XLA is as fast with more
+_VERSION = 1  # of the kernels' arguments, as in native.cc
 
 
 def _built() -> Iterator[Path]:
@@ -36,7 +37,7 @@ def _load() -> ctypes.CDLL | None:
     # It uses no Python, so that of another Python version serves as well.
     for path in _built():
         library = ctypes.CDLL(str(path))
-        if library.jllama_supported():
+        if library.jllama_version() == _VERSION and library.jllama_supported():
             for name in ("jllama_dot", "jllama_dot_int8", "jllama_attend"):
                 handler = jax.ffi.pycapsule(getattr(library, name))  # type: ignore[no-untyped-call]
                 jax.ffi.register_ffi_target(name, handler, platform="cpu")
