@@ -106,7 +106,7 @@ def test_the_command_line_plans(run: Run) -> None:
     assert "mesh = 'x'" in error(run(*flags, "--mesh=x"))
     assert "memory = -1" in error(run(*flags, "--memory=-1"))
     assert "batch_size = 0" in error(run(*flags, "--batch_size=0"))
-    assert run("--mode=plan")[0] == 1
+    assert "stories" in run("--mode=plan")[1]  # the model that is taken where none is named
 
 
 def test_a_checkpoint_is_planned_without_reading_it(run: Run, shared: Path) -> None:
@@ -119,8 +119,10 @@ def test_a_checkpoint_is_planned_without_reading_it(run: Run, shared: Path) -> N
 
 def test_70b_is_planned_in_no_time_and_no_memory() -> None:
     code = (
-        "import resource, sys; from jllama.cli import main; assert main(sys.argv) == 0; "
-        "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
+        "import sys, time; from jllama.cli import main; assert main(sys.argv) == 0; "
+        # Not ru_maxrss, which a child inherits from a big parent.
+        "peak = [x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')]; "
+        "print(time.process_time(), *peak)"
     )
     flags = ["--mode=plan", f"--config={ROOT}/configs/llama2_70b.toml", "--mesh=model:8", "--dtype=bfloat16"]
     command = [sys.executable, "-c", code, *flags, "--batch_size=32", "--compile_cache="]
