@@ -6,10 +6,10 @@ AVX-512, XLA's own kernels do the work. Nothing but speed depends on them.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import itertools
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, files
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ def _built() -> Iterator[Path]:
     """Find the compiled library beside this file, or in the installed package of the same source."""
     here = Path(__file__).parent
     yield from sorted(here.glob("_native*.so"))
-    with contextlib.suppress(PackageNotFoundError):  # a clone beside `pip install .`: the library is there
-        for file in files("jllama") or []:
-            source = Path(str(file.locate())).with_name("native.cc")
-            is_library = file.match("_native*.so") and source.exists()
-            if is_library and source.read_bytes() == (here / "native.cc").read_bytes():
-                yield source.with_name(file.name)
+    # A clone beside `pip install .`: the library is there. Building may have left metadata in the clone too.
+    for file in itertools.chain(*(found.files or [] for found in distributions(name="jllama"))):
+        source = Path(str(file.locate())).with_name("native.cc")
+        is_library = file.match("_native*.so") and source.exists()
+        if is_library and source.read_bytes() == (here / "native.cc").read_bytes():
+            yield source.with_name(file.name)
 
 
 def _load() -> ctypes.CDLL | None:

@@ -210,3 +210,20 @@ def test_the_users_choices_are_no_sizes(tmp_path: Path, run: Run) -> None:
     assert "native is no size of a model: expected --kernels" in error(
         run("--mode=bench", f"--config={tmp_path}/native.toml")
     )
+
+
+def test_a_clone_finds_the_installed_library_of_the_same_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jllama").mkdir()
+    library, source = tmp_path / "jllama" / "_native.test.so", tmp_path / "jllama" / "native.cc"
+    library.touch()
+    source.write_bytes(Path(native.__file__).with_name("native.cc").read_bytes())
+    metadata = tmp_path / "jllama-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: jllama\nVersion: 0.1.0\n")
+    (metadata / "RECORD").write_text("jllama/_native.test.so,,\njllama/native.cc,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert library in list(native._built())
+    source.write_bytes(b"// another version\n")
+    assert library not in list(native._built())
