@@ -321,25 +321,22 @@ void attend_head(const float* q, const typename T::Weight* k, const typename T::
       const float shrink = before == -INFINITY ? 0.0f : std::exp(before - largest[r]);
       total[r] = total[r] * shrink + _mm512_reduce_add_ps(sum);
       for (int64_t at = 0; at < h; at += 64) {
+        float* sums = out + r * h + at;
+        __mmask16 mask[4];
         __m512 values[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
-          const __mmask16 mask = Float32::mask(std::max<int64_t>(0, h - at - 16 * j));
-          values[j] = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, out + r * h + at + 16 * j), _mm512_set1_ps(shrink));
+          mask[j] = Float32::mask(std::max<int64_t>(0, h - at - 16 * j));
+          values[j] = _mm512_mul_ps(Float32::load(mask[j], sums + 16 * j), _mm512_set1_ps(shrink));
         }
         for (int i = 0; i < n; ++i) {
           const __m512 p = _mm512_set1_ps(scores[r][i]);
 #pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) {
-            const __mmask16 mask = Float32::mask(std::max<int64_t>(0, h - at - 16 * j));
-            values[j] = _mm512_fmadd_ps(p, T::weight(mask, v + (s + i) * h + at + 16 * j), values[j]);
-          }
+          for (int j = 0; j < 4; ++j)
+            values[j] = _mm512_fmadd_ps(p, T::weight(mask[j], v + (s + i) * h + at + 16 * j), values[j]);
         }
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-          const __mmask16 mask = Float32::mask(std::max<int64_t>(0, h - at - 16 * j));
-          _mm512_mask_storeu_ps(out + r * h + at + 16 * j, mask, values[j]);
-        }
+        for (int j = 0; j < 4; ++j) Float32::store(sums + 16 * j, mask[j], values[j]);
       }
     }
   }
@@ -348,23 +345,23 @@ void attend_head(const float* q, const typename T::Weight* k, const typename T::
 }
 
 template <class T>
-ffi::Error attend(ffi::ThreadPool& pool, const float* q, const float* new_k, const float* new_v, void* k, void* v,
-                  const int32_t* last, int64_t window, int64_t n, int64_t g, int64_t s, int64_t h, float* out) {
+void attend(ffi::ThreadPool& pool, const float* q, const float* new_k, const float* new_v, void* k, void* v,
+            const int32_t* last, int64_t window, int64_t n, int64_t g, int64_t s, int64_t h, float* out) {
   parallel(pool, n, [&](int64_t i) {
     auto* keys = static_cast<typename T::Weight*>(k) + i * s * h;
     auto* values = static_cast<typename T::Weight*>(v) + i * s * h;
+    // A slot that isn't there stands for the nearest one, as in XLA's updates: never for memory of something else.
+    const int64_t end = std::clamp<int64_t>(last[i], 0, s - 1), first = std::max<int64_t>(0, end - window + 1);
     for (int64_t at = 0; at < h; at += 16) {
       const __mmask16 mask = Float32::mask(h - at);
-      T::store(keys + last[i] * h + at, mask, Float32::load(mask, new_k + i * h + at));
-      T::store(values + last[i] * h + at, mask, Float32::load(mask, new_v + i * h + at));
+      T::store(keys + end * h + at, mask, Float32::load(mask, new_k + i * h + at));
+      T::store(values + end * h + at, mask, Float32::load(mask, new_v + i * h + at));
     }
-    const int64_t end = last[i], first = std::max<int64_t>(0, end - window + 1);
     for (int64_t row = i * g; row < (i + 1) * g; row += kRows) {
       const int rows = std::min<int64_t>(kRows, (i + 1) * g - row);
       attend_head<T>(q + row * h, keys, values, first, end, rows, h, out + row * h);
     }
   });
-  return ffi::Error::Success();
 }
 
 ffi::Error attend_of(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> new_k,
@@ -372,9 +369,10 @@ ffi::Error attend_of(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<
                      int64_t window, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> k,
                      ffi::Result<ffi::AnyBuffer> v) {
   const auto run = k->element_type() == ffi::DataType::BF16 ? attend<Widened> : attend<Float32>;
-  return run(pool, q.typed_data(), new_k.typed_data(), new_v.typed_data(), k->untyped_data(), v->untyped_data(),
-             last.typed_data(), window, q.dimensions()[0], q.dimensions()[1], k->dimensions()[1], q.dimensions()[2],
-             out->typed_data());
+  run(pool, q.typed_data(), new_k.typed_data(), new_v.typed_data(), k->untyped_data(), v->untyped_data(),
+      last.typed_data(), window, q.dimensions()[0], q.dimensions()[1], k->dimensions()[1], q.dimensions()[2],
+      out->typed_data());
+  return ffi::Error::Success();
 }
 
 }  // namespace

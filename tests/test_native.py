@@ -113,6 +113,16 @@ def test_attention(dtype: str, window: int | None, g: int, h: int) -> None:
 
 
 @needs_kernels
+def test_slots_that_are_not_there_are_the_nearest_ones() -> None:
+    rng = np.random.default_rng(0)
+    new, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 1, 16), (2, 8, 16), (2, 8, 16)))
+    _, found_k, found_v = native.attend(new, new, new, k, v, np.array([-3, 9], np.int32), None)
+    for found, expected in ((found_k, k.copy()), (found_v, v.copy())):
+        expected[0, 0], expected[1, 7] = new[0, 0], new[1, 0]
+        np.testing.assert_array_equal(found, expected)
+
+
+@needs_kernels
 def test_attention_to_what_is_not_finite() -> None:
     q, new = np.ones((3, 1, 16), np.float32), np.ones((3, 1, 16), np.float32)
     k, v = np.ones((3, 40, 16), np.float32), np.ones((3, 40, 16), np.float32)
