@@ -2,19 +2,16 @@
 
 import base64
 import contextlib
-import functools
 import importlib.util
-import io
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from trained import SPECIAL, metadata_of, sentencepiece_metadata, train, train_sentencepiece
 
 from jllama import tokenizer
 from jllama.text import StreamDecoder
@@ -22,26 +19,7 @@ from jllama.tokenizer import TokenizerError, gguf, tiktoken
 from jllama.tokenizer.bpe import LLAMA3_SPLIT, alphabet
 from jllama.tokenizer.sentencepiece import SPACE
 
-TEXT = [
-    "the cat sat on the mat, then it ate the hat 1234",
-    "hello   there\n\n  hello #other ## I'll you'Ve",
-    "é 株式 🦙",
-]
-SPECIAL = ["<|begin|>", "<|end|>", "<|im_end|>"]
 ODD = " \n\tabehlot#é<|>/s'LI0123株🦙\u0301\u0004\x7f\ufeff\u3000"
-
-
-@functools.cache
-def train():
-    """A small byte-level tokenizer with control tokens, as the library makes it."""
-    library = tokenizers.Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=sorted(alphabet()), show_progress=False
-    )
-    library.train_from_iterator(TEXT * 5, trainer)
-    return library
 
 
 @pytest.fixture(scope="session")
@@ -62,21 +40,6 @@ def folder(oracle, tmp_path_factory):
         (at / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
         (at / "config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
     return top
-
-
-def metadata_of(spec, **more):
-    """What the header of a GGUF file says about a tokenizer.json."""
-    vocab = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get)
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": vocab,
-        "tokenizer.ggml.token_type": np.array([3 if t in SPECIAL else 1 for t in vocab], np.int32),
-        "tokenizer.ggml.merges": [" ".join(m) for m in spec["model"]["merges"]],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
-    }
 
 
 @pytest.fixture(scope="session")
@@ -659,20 +622,6 @@ def test_kinds_of_tokens_and_ends_of_turns(oracle):
     assert tok.prompt_ids("the")[0] == 0
 
 
-def sentencepiece_metadata(sp):
-    """What the header of a GGUF file says about a SentencePiece model."""
-    ids = range(sp.vocab_size())
-    kinds = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in ids]
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [sp.id_to_piece(i) for i in ids],
-        "tokenizer.ggml.scores": np.array([sp.get_score(i) for i in ids], np.float32),
-        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    }
-
-
 def test_sentencepiece_pieces_in_gguf(shared, golden):
     model = shared / "models" / "llama2-tokenizer" / "tokenizer.model"
     metadata = sentencepiece_metadata(sentencepiece.SentencePieceProcessor(model_file=str(model)))
@@ -682,25 +631,6 @@ def test_sentencepiece_pieces_in_gguf(shared, golden):
             assert tok.encode(case["text"]) == case["llama2_runc"], case["name"]
     for case in golden["decode_llama2"]:
         assert streamed(tok, case["ids"]) == (case["pieces"], case["flush"]), case["name"]
-
-
-@functools.cache
-def train_sentencepiece():
-    """A small SentencePiece model."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT * 5),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=330,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
 @pytest.fixture(scope="session")

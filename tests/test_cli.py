@@ -15,20 +15,12 @@ import numpy as np
 import oracle
 import pytest
 from console import MAIN, Run, error
+from trained import write_tokenizer
 
 from jllama.config import Config
 from jllama.flags import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def write_tokenizer(path: Path, size: int) -> None:
-    """Write a tokenizer.bin: specials, the 256 bytes, letters."""
-    pieces = [b"<unk>", b"\n<s>\n", b"\n</s>\n", *[f"<0x{b:02X}>".encode() for b in range(256)]]
-    pieces += [b" ", *[bytes([97 + i]) for i in range(26)], *[b" " + bytes([97 + i]) for i in range(26)]]
-    pieces += [f"w{i}".encode() for i in range(size - len(pieces))]
-    body = b"".join(struct.pack("<fi", -float(i), len(p)) + p for i, p in enumerate(pieces[:size]))
-    path.write_bytes(struct.pack("<i", max(map(len, pieces))) + body)
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_writer
 import hf
+import meta_writer
 import numpy as np
 import oracle
 import pytest
-import test_bpe
-import test_gguf
-import test_meta
-from test_bpe import train, train_sentencepiece
-from test_cli import write_tokenizer
+import trained
+from trained import train, train_sentencepiece, write_tokenizer
 
 from jllama import LLM
 from jllama.config import Config
@@ -59,8 +58,8 @@ def meta_pth(folder: Path) -> Model:
         "multiple_of": 48,
     }
     for i in range(2):
-        shard = {n: test_meta.whole(test_meta.split(n, a, 2, embedding_axis=1)[i]) for n, a in weights.items()}
-        test_meta.torch_save(folder / f"consolidated.{i:02}.pth", shard)
+        shard = {n: meta_writer.whole(meta_writer.split(n, a, 2, embedding_axis=1)[i]) for n, a in weights.items()}
+        meta_writer.torch_save(folder / f"consolidated.{i:02}.pth", shard)
     (folder / "params.json").write_text(json.dumps(params | {"multiple_of": 48, "ffn_dim_multiplier": 0.5}))
     (folder / "tokenizer.model").write_bytes(train_sentencepiece().serialized_model_proto())
     return folder, forward
@@ -118,16 +117,16 @@ def gguf(folder: Path, metadata: dict[str, Any], size: int) -> Model:
         "llama.rope.dimension_count": 8,
         "llama.rope.freq_base": 1e4,
     }
-    test_gguf.write(folder / "model.gguf", weights, keys | metadata)
+    gguf_writer.write(folder / "model.gguf", weights, keys | metadata)
     return folder / "model.gguf", forward
 
 
 def gguf_sentencepiece(folder: Path) -> Model:
-    return gguf(folder, test_bpe.sentencepiece_metadata(train_sentencepiece()), train_sentencepiece().vocab_size())
+    return gguf(folder, trained.sentencepiece_metadata(train_sentencepiece()), train_sentencepiece().vocab_size())
 
 
 def gguf_bpe(folder: Path) -> Model:
-    return gguf(folder, test_bpe.metadata_of(json.loads(train().to_str())), train().get_vocab_size())
+    return gguf(folder, trained.metadata_of(json.loads(train().to_str())), train().get_vocab_size())
 
 
 MAKERS = [

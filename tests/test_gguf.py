@@ -17,121 +17,15 @@ import numpy as np
 import oracle
 import pytest
 import tiny
+from gguf_writer import CONFIG, F32, HF_NAMES, KEYS, Q4_0, Q4_1, Q8_0, gguf_bytes, plain, renamed, string, value, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_model import all_logits
 
 from jllama import checkpoint, gguf_file
 from jllama.checkpoint import CheckpointError, build, gguf, hub
 from jllama.config import Config, RopeScaling
 from jllama.decode import Stop, generate
 from jllama.gguf_file import GGUFError
-
-CONFIG = Config(32, 64, 2, 4, 2, vocab_size=48, max_seq_len=128, rope_theta=5e5)
-KEYS = {
-    "general.architecture": "llama",
-    "llama.block_count": 2,
-    "llama.context_length": 128,
-    "llama.embedding_length": 32,
-    "llama.feed_forward_length": 64,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.dimension_count": 8,
-    "llama.rope.freq_base": 5e5,
-}
-NAMES = {
-    "tok_embeddings": "token_embd",
-    "norm": "output_norm",
-    "output": "output",
-    "attention_norm": "attn_norm",
-    "attention.wq": "attn_q",
-    "attention.wk": "attn_k",
-    "attention.wv": "attn_v",
-    "attention.wo": "attn_output",
-    "attention.q_norm": "attn_q_norm",
-    "attention.k_norm": "attn_k_norm",
-    "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.w3": "ffn_up",
-}
-HF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.down_proj": "ffn_down",
-    "mlp.up_proj": "ffn_up",
-}
-F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
-
-
-# --- a writer
-
-
-def string(text: str | bytes) -> bytes:
-    text = text.encode() if isinstance(text, str) else text
-    return struct.pack("<Q", len(text)) + text
-
-
-def value(x: Any) -> bytes:
-    """A typed value: bytes are taken as they are."""
-    if isinstance(x, bytes):
-        return x
-    if isinstance(x, bool):
-        return struct.pack("<I?", 7, x)
-    if isinstance(x, int):
-        return struct.pack("<II", 4, x)
-    if isinstance(x, float):
-        return struct.pack("<If", 6, x)
-    if isinstance(x, list):
-        return struct.pack("<IIQ", 9, 8, len(x)) + b"".join(map(string, x))
-    if isinstance(x, np.ndarray):
-        return struct.pack("<IIQ", 9, 5 if x.dtype == np.int32 else 6, x.size) + x.tobytes()
-    return struct.pack("<I", 8) + string(x)
-
-
-def plain(array: np.ndarray) -> tuple[tuple[int, ...], int, bytes]:
-    return array.shape, {"float32": F32, "float16": F16, "bfloat16": BF16}[array.dtype.name], array.tobytes()
-
-
-def gguf_bytes(
-    keys: dict[str, Any], tensors: dict[str, tuple[tuple[int, ...], int, bytes]], *, version: int = 3
-) -> bytes:
-    alignment = keys.get("general.alignment", 32)
-    out = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys))
-    out += b"".join(string(key) + value(x) for key, x in keys.items())
-    data = b""
-    for name, (shape, kind, content) in tensors.items():
-        out += string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, len(data))
-        data += content + bytes(-len(content) % alignment)
-    return out + bytes(-len(out) % alignment) + data
-
-
-def renamed(weights: oracle.Weights, names: dict[str, str] = NAMES, prefix: str = "layers.") -> oracle.Weights:
-    result = {}
-    for name, array in weights.items():
-        kind, suffix = name.rsplit(".", 1)
-        layer = ""
-        if kind.startswith(prefix):
-            number, kind = kind.removeprefix(prefix).split(".", 1)
-            layer = f"blk.{number}."
-        result[f"{layer}{names[kind]}.{suffix}"] = array
-    return result
-
-
-def write(path: Path, weights: oracle.Weights, keys: dict[str, Any] | None = None, *, version: int = 3) -> Path:
-    """Write a model; keys of None are left out."""
-    merged = {key: x for key, x in (KEYS | (keys or {})).items() if x is not None}
-    path.write_bytes(gguf_bytes(merged, {n: plain(a) for n, a in renamed(weights).items()}, version=version))
-    return path
 
 
 def arrays(path: Path) -> oracle.Weights:
@@ -158,7 +52,7 @@ def test_golden_logits(shared: Path, name: str) -> None:
         tokens, expected = golden[f"{key}.input_ids"], golden[f"{key}.logits"]
     path = shared / f"models/stories260K/stories260K.{name}.gguf"
     params = checkpoint.load(path, dtype="float32")
-    np.testing.assert_allclose(all_logits(params, tokens[None])[0], expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(tiny.all_logits(params, tokens[None])[0], expected, rtol=0, atol=1e-4)
     assert checkpoint.gguf.read(path).dtype == ("int8" if name.startswith("Q") else "float32")
 
 
@@ -190,7 +84,9 @@ def test_logits_equal_the_oracle(tmp_path: Path) -> None:
     weights = oracle.random_weights(CONFIG, tied=False)
     params = checkpoint.load(write(tmp_path / "m.gguf", weights))
     tokens = tiny.ids(CONFIG, 1, 20)
-    np.testing.assert_allclose(all_logits(params, tokens)[0], oracle.forward(weights, CONFIG, tokens[0]), atol=1e-4)
+    np.testing.assert_allclose(
+        tiny.all_logits(params, tokens)[0], oracle.forward(weights, CONFIG, tokens[0]), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 64, 4096])
@@ -297,7 +193,7 @@ def test_golden_logits_of_half_split_rows_and_stretched_frequencies(shared: Path
     params = checkpoint.load(path, dtype="float32")
     with np.load(shared / "golden/logits.npz") as golden:
         tokens, expected = golden[f"{name}.input_ids"], golden[f"{name}.logits"]
-    np.testing.assert_allclose(all_logits(params, tokens[None])[0], expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(tiny.all_logits(params, tokens[None])[0], expected, rtol=0, atol=1e-4)
 
 
 def test_golden_logits_of_gpt2(shared: Path, tmp_path: Path) -> None:
@@ -321,7 +217,7 @@ def test_golden_logits_of_gpt2(shared: Path, tmp_path: Path) -> None:
     params = checkpoint.load(path, dtype="float32")
     with np.load(shared / "golden/logits.npz") as golden:
         tokens, expected = golden["tiny-gpt2-hf.input_ids"], golden["tiny-gpt2-hf.logits"]
-    np.testing.assert_allclose(all_logits(params, tokens[None])[0], expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(tiny.all_logits(params, tokens[None])[0], expected, rtol=0, atol=1e-4)
 
 
 # --- stretched rotary frequencies
@@ -751,7 +647,7 @@ def test_smollm2_continues_as_llama_cpp_does(shared: Path, prompt: str) -> None:
     agree = next((n + i for i, text in enumerate(texts) if not golden["text"].startswith(text)), None)
     if agree is None:
         return
-    logits = all_logits(params, ids[None, :agree])[0, -1]
+    logits = tiny.all_logits(params, ids[None, :agree])[0, -1]
     best, second = np.argsort(logits)[:-3:-1]
     shown = f"{tokens[best]!r} {logits[best]:.3f}, {tokens[second]!r} {logits[second]:.3f} after {agree - n} tokens"
     print(f"{prompt!r}: {shown}")
@@ -767,4 +663,4 @@ def test_smollm2_logits_equal_the_oracle() -> None:
     params = checkpoint.load(path, dtype="float32")
     tokens = tiny.ids(params.config, 1, 12)
     expected = oracle.forward(weights, params.config, tokens[0])
-    np.testing.assert_allclose(all_logits(params, tokens)[0], expected, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(tiny.all_logits(params, tokens)[0], expected, rtol=0, atol=1e-3)

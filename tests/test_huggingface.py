@@ -26,7 +26,7 @@ from jllama import checkpoint
 from jllama.checkpoint import CheckpointError, build, huggingface, mapped
 from jllama.config import Config, RopeScaling, from_toml
 from jllama.decode import Stop, generate
-from jllama.model import Params, forward, head, init_cache
+from jllama.model import Params
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = Config(dim=16, hidden_dim=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=40, max_seq_len=32)
@@ -39,12 +39,7 @@ GOLDEN = [
     ("tiny-gpt2-hub-names", "tiny-gpt2-hf"),
 ]
 
-jit_forward, jit_generate = jax.jit(forward), jax.jit(generate, static_argnames="slots")
-
-
-def all_logits(params: Params, tokens: np.ndarray) -> np.ndarray:
-    hidden, _ = jit_forward(params, init_cache(params, *tokens.shape), tokens, jnp.zeros(len(tokens), jnp.int32))
-    return np.array(head(params, hidden))
+jit_generate = jax.jit(generate, static_argnames="slots")
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -90,7 +85,9 @@ def test_same_model_as_from_metas_layout(tmp_path: Path, n_heads: int, n_kv_head
     assert_same(params, tiny.params(weights, config))
     if shards == 1:
         tokens = tiny.ids(config, 1, 16)
-        np.testing.assert_allclose(all_logits(params, tokens)[0], oracle.forward(weights, config, tokens[0]), atol=1e-4)
+        np.testing.assert_allclose(
+            tiny.all_logits(params, tokens)[0], oracle.forward(weights, config, tokens[0]), atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
@@ -109,7 +106,9 @@ def test_head_dim_wider_than_the_model(tmp_path: Path) -> None:
     weights = oracle.random_weights(config, tied=True)
     params = checkpoint.load(hf.write_llama(tmp_path / "m", weights, config))
     tokens = tiny.ids(config, 1, 20)
-    np.testing.assert_allclose(all_logits(params, tokens)[0], oracle.forward(weights, config, tokens[0]), atol=1e-4)
+    np.testing.assert_allclose(
+        tiny.all_logits(params, tokens)[0], oracle.forward(weights, config, tokens[0]), atol=1e-4
+    )
     with pytest.raises(CheckpointError, match="head_dim = 16"):
         checkpoint.save(params, tmp_path / "no.bin")
 
@@ -164,7 +163,7 @@ def test_families(tmp_path: Path, name: str) -> None:
     params = checkpoint.load(hf.write_llama(tmp_path / "m", weights, config, **fields))
     assert_same(params, tiny.params(weights, config))
     tokens = tiny.ids(config, 2, 24)
-    for found, row in zip(all_logits(params, tokens), tokens, strict=True):
+    for found, row in zip(tiny.all_logits(params, tokens), tokens, strict=True):
         np.testing.assert_allclose(found, oracle.forward(weights, config, row), atol=1e-4)
 
 
@@ -175,7 +174,7 @@ def test_the_norms_epsilon_is_the_files(tmp_path: Path) -> None:
     for eps in (1e-5, 1e-6):
         config = dataclasses.replace(SMALL, norm_eps=eps)
         params = checkpoint.load(hf.write_llama(tmp_path / f"{eps}", weights, config))
-        found.append(all_logits(params, tokens)[0])
+        found.append(tiny.all_logits(params, tokens)[0])
         np.testing.assert_allclose(found[-1], oracle.forward(weights, config, tokens[0]), atol=1e-4)
     assert np.abs(found[0] - found[1]).max() > 1e-3
 
@@ -540,7 +539,7 @@ def test_gpt2_equals_the_oracle(
     params = checkpoint.load(folder)
     assert params.output is None
     tokens = np.random.default_rng(0).integers(0, 50, (2, 32), dtype=np.int32)
-    for found, row in zip(all_logits(params, tokens), tokens, strict=True):
+    for found, row in zip(tiny.all_logits(params, tokens), tokens, strict=True):
         np.testing.assert_allclose(found, oracle.forward_gpt2(weights, 3, 1e-5, row), atol=1e-4)
 
 
@@ -553,7 +552,7 @@ def test_gpt2_dtypes_and_context(tmp_path: Path) -> None:
     expected = oracle.forward_gpt2(weights, 2, 1e-5, tokens[0])
     for dtype, bound in (("bfloat16", 0.02), ("int8", 0.06)):
         params = checkpoint.load(folder, dtype=dtype)
-        assert np.abs(all_logits(params, tokens)[0] - expected).mean() < bound * expected.std()
+        assert np.abs(tiny.all_logits(params, tokens)[0] - expected).mean() < bound * expected.std()
         np.testing.assert_array_equal(params.positions, exact.positions)
 
 
@@ -585,7 +584,7 @@ def test_gpt2_with_a_head_of_its_own(tmp_path: Path) -> None:
     fields = hf.gpt2_config(24, None, 1, 3, 50, 32) | {"tie_word_embeddings": False}
     folder = hf.write_folder(tmp_path / "m", fields, weights | {"lm_head.weight": 2 * weights["wte.weight"]})
     tokens = np.arange(10, dtype=np.int32)
-    found = all_logits(checkpoint.load(folder), tokens[None])[0]
+    found = tiny.all_logits(checkpoint.load(folder), tokens[None])[0]
     np.testing.assert_allclose(found, 2 * oracle.forward_gpt2(weights, 3, 1e-5, tokens), atol=2e-4)
 
 
@@ -700,7 +699,7 @@ def test_saving_replaces_nothing_and_leaves_nothing_behind(tmp_path: Path, monke
 def test_golden_logits(shared: Path, path: str, name: str) -> None:
     golden = np.load(shared / "golden/logits.npz")
     params = checkpoint.load(shared / "models" / path, dtype="float32")
-    found = all_logits(params, golden[f"{name}.input_ids"][None])[0]
+    found = tiny.all_logits(params, golden[f"{name}.input_ids"][None])[0]
     np.testing.assert_allclose(found, golden[f"{name}.logits"], rtol=0, atol=1e-4)
 
 
@@ -711,7 +710,7 @@ def test_golden_ragged_batch(shared: Path, path: str, name: str) -> None:
     rows = [golden[f"{name}.ragged{k}.input_ids"] for k in range(3)]
     length = np.array([len(row) for row in rows], np.int32)
     tokens = np.stack([np.pad(row, (0, 24 - len(row)), constant_values=1) for row in rows]).astype(np.int32)
-    for k, found in enumerate(all_logits(params, tokens)):
+    for k, found in enumerate(tiny.all_logits(params, tokens)):
         np.testing.assert_allclose(found[: length[k]], golden[f"{name}.ragged{k}.logits"], rtol=0, atol=1e-4)
     stop = Stop(jnp.array([-1], jnp.int32), jnp.array(length + 32))
     state = jit_generate(params, jnp.array(tokens), jnp.array(length), tiny.greedy(3), stop, slots=64)
@@ -725,7 +724,7 @@ def test_golden_logits_of_stored_types(shared: Path, path: str, name: str, dtype
     golden = np.load(shared / "golden/logits.npz")
     params = checkpoint.load(shared / "models" / path, dtype=dtype)
     expected = golden[f"{name}.logits"]
-    error = np.abs(all_logits(params, golden[f"{name}.input_ids"][None])[0] - expected)
+    error = np.abs(tiny.all_logits(params, golden[f"{name}.input_ids"][None])[0] - expected)
     assert error.mean() < {"bfloat16": 0.03, "int8": 0.1}[dtype] * expected.std()
 
 

@@ -13,23 +13,17 @@ import tiny
 
 from jllama import checkpoint
 from jllama.config import Config, RopeScaling
-from jllama.model import Norm, forward, head, init_cache, norm, prefill, rotary_frequencies, step
+from jllama.model import Norm, forward, init_cache, norm, prefill, rotary_frequencies, step
 from jllama.quant import Linear, QuantizedWeight, dequantize, linear, quantize, take
 
 jit_forward, jit_step, jit_prefill = jax.jit(forward), jax.jit(step), jax.jit(prefill)
-
-
-def all_logits(params, tokens: np.ndarray, run=jit_forward) -> np.ndarray:
-    """Logits at every position of `tokens [B, T]`."""
-    hidden, _ = run(params, init_cache(params, *tokens.shape), tokens, jnp.zeros(len(tokens), jnp.int32))
-    return np.array(head(params, hidden))
 
 
 @pytest.mark.parametrize(("name", "run"), [*((name, jit_forward) for name in tiny.CONFIGS), ("llama3", forward)])
 def test_logits_equal_the_oracle(name: str, run: Callable[..., Any]) -> None:
     params, weights = tiny.model(name)
     tokens = tiny.ids(params.config, 3, 40)
-    found = all_logits(params, tokens, run)
+    found = tiny.all_logits(params, tokens, run)
     for row, ids in zip(found, tokens, strict=True):
         np.testing.assert_allclose(row, oracle.forward(weights, params.config, ids), atol=1e-4)
 
@@ -42,23 +36,23 @@ def test_golden_logits(shared: Path, file: str) -> None:
     name = file.removesuffix("_v1")
     params = checkpoint.load(shared / f"models/stories260K/{file}.bin", dtype="float32")
     tokens = golden[f"{name}.input_ids"][None]
-    np.testing.assert_allclose(all_logits(params, tokens)[0], golden[f"{name}.logits"], atol=1e-4)
+    np.testing.assert_allclose(tiny.all_logits(params, tokens)[0], golden[f"{name}.logits"], atol=1e-4)
     with jax.disable_jit():
-        np.testing.assert_allclose(all_logits(params, tokens, forward)[0], golden[f"{name}.logits"], atol=1e-4)
+        np.testing.assert_allclose(tiny.all_logits(params, tokens, forward)[0], golden[f"{name}.logits"], atol=1e-4)
 
 
 def test_versions_of_a_file_give_the_very_same_logits(shared: Path) -> None:
     folder = shared / "models/stories260K"
     v0, v1 = (checkpoint.load(folder / f"stories260K{v}.bin") for v in ("", "_v1"))
     tokens = tiny.ids(v0.config, 1, 30)
-    np.testing.assert_array_equal(all_logits(v0, tokens), all_logits(v1, tokens))
+    np.testing.assert_array_equal(tiny.all_logits(v0, tokens), tiny.all_logits(v1, tokens))
 
 
 def test_an_untied_head_is_used() -> None:
     params, weights = tiny.model("mha")
     doubled = tiny.params(weights | {"output.weight": 2 * weights["tok_embeddings.weight"]}, params.config)
     tokens = tiny.ids(params.config, 1, 10)
-    np.testing.assert_array_equal(all_logits(doubled, tokens), 2 * all_logits(params, tokens))
+    np.testing.assert_array_equal(tiny.all_logits(doubled, tokens), 2 * tiny.all_logits(params, tokens))
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
@@ -108,7 +102,7 @@ def test_neighbours_share_nothing() -> None:
     tokens = tiny.ids(params.config, 4, 10)
     changed = tokens.copy()
     changed[1:] = tiny.ids(params.config, 3, 10, seed=9)
-    np.testing.assert_array_equal(all_logits(params, tokens)[0], all_logits(params, changed)[0])
+    np.testing.assert_array_equal(tiny.all_logits(params, tokens)[0], tiny.all_logits(params, changed)[0])
 
 
 def test_positions_matter_from_the_second_on() -> None:
@@ -116,7 +110,7 @@ def test_positions_matter_from_the_second_on() -> None:
     config = tiny.CONFIGS["mha"][0]
     other = tiny.params(weights, Config(32, 64, 2, 4, 4, 97, 64, rope_theta=1e6))
     tokens = tiny.ids(config, 1, 8)
-    one, two = all_logits(tiny.params(weights, config), tokens)[0], all_logits(other, tokens)[0]
+    one, two = tiny.all_logits(tiny.params(weights, config), tokens)[0], tiny.all_logits(other, tokens)[0]
     np.testing.assert_allclose(one[0], two[0], atol=1e-6)
     assert (np.abs(one - two)[1:].max(-1) > 1e-3).all()
 
@@ -187,10 +181,10 @@ def test_stored_types_stay_near_float32(name: str, dtype: str) -> None:
     params, weights = tiny.model(name, dtype)
     tokens = tiny.ids(params.config, 1, 24)
     expected = oracle.forward(weights, params.config, tokens[0])
-    error = np.abs(all_logits(params, tokens)[0] - expected)
+    error = np.abs(tiny.all_logits(params, tokens)[0] - expected)
     # Random weights amplify rounding more than trained ones: the bound is a share of the logits' spread.
     assert error.mean() < {"bfloat16": 0.02, "int8": 0.06}[dtype] * expected.std()
     if name == "gqa":
         with jax.disable_jit():
-            eager = all_logits(params, tokens, forward)[0]
-        assert np.abs(all_logits(params, tokens)[0] - eager).mean() < 0.02 * expected.std()
+            eager = tiny.all_logits(params, tokens, forward)[0]
+        assert np.abs(tiny.all_logits(params, tokens)[0] - eager).mean() < 0.02 * expected.std()

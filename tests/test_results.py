@@ -6,7 +6,7 @@ from pathlib import Path
 import oracle
 import pytest
 from console import Run, error
-from test_cli import write_tokenizer
+from trained import write_tokenizer
 
 from jllama.config import Config
 

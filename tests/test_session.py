@@ -15,6 +15,7 @@ import oracle
 import pytest
 import tiny
 from console import MAIN, Run
+from trained import write_tokenizer
 
 from jllama import LLM, Settings
 from jllama.chat import ChatError, Template
@@ -106,8 +107,6 @@ def test_reset_and_system() -> None:
 @pytest.fixture
 def chatty(tmp_path: Path) -> str:
     """A checkpoint with a tokenizer and a template beside it."""
-    from test_cli import write_tokenizer
-
     config = Config(16, 24, 1, 2, 1, 330, 64)
     oracle.write_v0(tmp_path / "model.bin", oracle.random_weights(config, tied=True), config)
     write_tokenizer(tmp_path / "tokenizer.bin", 330)

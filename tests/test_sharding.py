@@ -18,7 +18,7 @@ import oracle
 import pytest
 import tiny
 from console import MAIN, Run, error
-from test_cli import write_tokenizer
+from trained import write_tokenizer
 
 from jllama import LLM, checkpoint, sharding, tokenizer
 from jllama.checkpoint import build, llama2c

@@ -1,5 +1,7 @@
 """Small models for the tests: random weights as a dict for the oracle, and as `Params`."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 
@@ -7,7 +9,7 @@ from jllama.checkpoint.build import build_params
 from jllama.checkpoint.source import Source
 from jllama.config import Config, RopeScaling
 from jllama.llm import LLM
-from jllama.model import Params
+from jllama.model import Params, forward, head, init_cache
 from jllama.settings import Settings, to_sampling
 from jllama.tokenizer import Tokenizer
 
@@ -19,6 +21,8 @@ CONFIGS = {
     "head_dim": (Config(40, 56, 2, 6, 3, 97, 64, head_dim=16, rope_theta=5e5), False),
     "llama3": (Config(32, 64, 2, 4, 2, 97, 64, rope_theta=500.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16)), True),
 }
+
+_forward = jax.jit(forward)
 
 
 def params(weights: oracle.Weights, config: Config, dtype: str = "float32") -> Params:
@@ -32,6 +36,12 @@ def model(name: str, dtype: str = "float32", seed: int = 0) -> tuple[Params, ora
     config, tied = CONFIGS[name]
     weights = oracle.random_weights(config, tied=tied, seed=seed)
     return params(weights, config, dtype), weights
+
+
+def all_logits(params, tokens: np.ndarray, run=_forward) -> np.ndarray:
+    """Logits at every position of `tokens [B, T]`."""
+    hidden, _ = run(params, init_cache(params, *tokens.shape), tokens, jnp.zeros(len(tokens), jnp.int32))
+    return np.array(head(params, hidden))
 
 
 def ids(config: Config, *shape: int, seed: int = 0) -> np.ndarray:
