@@ -357,6 +357,8 @@ def _check_source() -> None:
         raise ValueError("--checkpoint is empty: expected a file, a folder, or one of the names in --help")
     if FLAGS.config and FLAGS["checkpoint"].present:
         raise ValueError("--checkpoint and --config: expected one of the two")
+    if FLAGS["checkpoint"].present and FLAGS.checkpoint in hub.NAMES and os.path.exists(FLAGS.checkpoint):
+        logging.warning("%s is a model's name; the file or folder here is ./%s", FLAGS.checkpoint, FLAGS.checkpoint)
 
 
 def _expect_one_device(what: str) -> None:

