@@ -1,6 +1,5 @@
 """Tokenizers: reference values of other programs, properties, and files that are not what they should be."""
 
-import io
 import json
 import random
 import struct
@@ -10,6 +9,7 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trained import train_sentencepiece
 
 from jllama import tokenizer
 from jllama.text import StreamDecoder
@@ -63,21 +63,9 @@ def slow_encode(data, text):
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """A folder with one small tokenizer in three formats: SentencePiece, and both layouts of llama2.c."""
-    folder, model = tmp_path_factory.mktemp("tokenizer"), io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the  cat sat on    the mat, then it ate the hat", "hello   there, hello other"] * 5),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=320,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
-    sp = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    folder = tmp_path_factory.mktemp("tokenizer")
+    sp = train_sentencepiece(("the  cat sat on    the mat, then it ate the hat", "hello   there, hello other"), 320)
+    (folder / "tokenizer.model").write_bytes(sp.serialized_model_proto())
     ids = range(3, sp.vocab_size())
     pieces = [*CONTROL, *(sp.id_to_piece(i).replace("\u2581", " ").encode() for i in ids)]
     (folder / "tokenizer.bin").write_bytes(new_layout(pieces, [0.0] * 3 + [sp.get_score(i) for i in ids]))

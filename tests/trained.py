@@ -34,14 +34,14 @@ def train():
 
 
 @functools.cache
-def train_sentencepiece():
+def train_sentencepiece(text=tuple(TEXT), size=330):
     """A small SentencePiece model."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT * 5),
+        sentence_iterator=iter(text * 5),
         model_writer=model,
         model_type="bpe",
-        vocab_size=330,
+        vocab_size=size,
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,

@@ -53,6 +53,7 @@ def _smollm2() -> Path:
     return found[0]
 
 
+# What a checkpoint can be called, beside paths and addresses.
 NAMES = {"stories": _stories, "smollm2": _smollm2}
 
 
