@@ -11,8 +11,7 @@ import meta_writer
 import numpy as np
 import oracle
 import pytest
-import trained
-from trained import train, train_sentencepiece, write_tokenizer
+from trained import metadata_of, sentencepiece_metadata, train, train_sentencepiece, write_tokenizer
 
 from jllama import LLM
 from jllama.config import Config
@@ -48,19 +47,7 @@ def llama2c_model(folder: Path) -> Model:
 def meta_pth(folder: Path) -> Model:
     sizes = config(train_sentencepiece().vocab_size())
     weights, forward = llama(sizes)
-    params = {
-        "dim": 32,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "vocab_size": -1,
-        "norm_eps": 1e-5,
-        "multiple_of": 48,
-    }
-    for i in range(2):
-        shard = {n: meta_writer.whole(meta_writer.split(n, a, 2, embedding_axis=1)[i]) for n, a in weights.items()}
-        meta_writer.torch_save(folder / f"consolidated.{i:02}.pth", shard)
-    (folder / "params.json").write_text(json.dumps(params | {"multiple_of": 48, "ffn_dim_multiplier": 0.5}))
+    meta_writer.write(folder, weights, 2, n_kv_heads=2, multiple_of=48, ffn_dim_multiplier=0.5)
     (folder / "tokenizer.model").write_bytes(train_sentencepiece().serialized_model_proto())
     return folder, forward
 
@@ -105,28 +92,17 @@ def hf_gpt2(folder: Path) -> Model:
 def gguf(folder: Path, metadata: dict[str, Any], size: int) -> Model:
     sizes = config(size)
     weights, forward = llama(sizes)
-    keys = {
-        "general.architecture": "llama",
-        "llama.block_count": 2,
-        "llama.embedding_length": 32,
-        "llama.feed_forward_length": 48,
-        "llama.attention.head_count": 4,
-        "llama.attention.head_count_kv": 2,
-        "llama.context_length": 64,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.dimension_count": 8,
-        "llama.rope.freq_base": 1e4,
-    }
+    keys = {"llama.feed_forward_length": 48, "llama.context_length": 64, "llama.rope.freq_base": 1e4}
     gguf_writer.write(folder / "model.gguf", weights, keys | metadata)
     return folder / "model.gguf", forward
 
 
 def gguf_sentencepiece(folder: Path) -> Model:
-    return gguf(folder, trained.sentencepiece_metadata(train_sentencepiece()), train_sentencepiece().vocab_size())
+    return gguf(folder, sentencepiece_metadata(train_sentencepiece()), train_sentencepiece().vocab_size())
 
 
 def gguf_bpe(folder: Path) -> Model:
-    return gguf(folder, trained.metadata_of(json.loads(train().to_str())), train().get_vocab_size())
+    return gguf(folder, metadata_of(json.loads(train().to_str())), train().get_vocab_size())
 
 
 MAKERS = [

@@ -26,10 +26,10 @@ Mia was so happy. She said, "Thank you, bird!" and gave the bird some bread. Fro
 """
 
 
-def program(*args: str, folder: Path = ROOT) -> tuple[int, str, str]:
+def program(*args: str) -> tuple[int, str, str]:
     """Run main.py as a user does, but without the user's cache."""
     done = subprocess.run(
-        [sys.executable, "main.py", "--compile_cache=", *args], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "main.py", "--compile_cache=", *args], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     return done.returncode, done.stdout, done.stderr
 

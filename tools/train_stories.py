@@ -123,8 +123,7 @@ def write_file(path: Path, writer: str, count: int, seed: int) -> None:
         settings = Settings(max_new_tokens=2**20, temperature=1.0, top_p=1.0, seed=rng.getrandbits(64))
         prompts.append(Prompt(text, settings))
     stories = loaded(writer).complete(prompts, batch_size=64)
-    with replacing(path) as file:
-        file.write(json.dumps([s.prompt + s.text for s in stories if s.finish_reason == "stop"], indent=0).encode())
+    dump(path, [s.prompt + s.text for s in stories if s.finish_reason == "stop"])
 
 
 @cache
@@ -206,7 +205,7 @@ def optimiser(steps: int) -> optax.GradientTransformation:
     return muon(rate(0.02), adam_learning_rate=rate(0.004), muon_weight_dimension_numbers=dimensions)
 
 
-def train(work: Path, sizes: Sizes) -> None:
+def train(work: Path, sizes: Sizes) -> Params:
     """Train the model; its weights, the optimiser's state and the step are in state.npz, the losses in curve.csv."""
     corpus = sequences(work / "corpus.npy", sizes.config.max_seq_len)
     held_out = sequences(work / "held_out.npy", sizes.config.max_seq_len)[: 4 * sizes.batch]
@@ -237,6 +236,8 @@ def train(work: Path, sizes: Sizes) -> None:
                 csv.writer(file).writerow([i + 1, time.perf_counter() - began, np.mean(values), validation])
             bar.set_postfix(loss=f"{np.mean(values):.3f}", held_out=f"{validation:.3f}")
             began, values = time.perf_counter(), []
+    trained: Params = state[0]
+    return trained
 
 
 def batch(corpus: np.ndarray, sizes: Sizes, seed: int) -> np.ndarray:
@@ -268,10 +269,8 @@ def load_state(path: Path, like: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(file[name]) for name in file.files])
 
 
-def export(work: Path, sizes: Sizes) -> None:
+def export(work: Path, params: Params) -> None:
     """Write the folders int8 and float32: model.bin and tokenizer.model."""
-    like = checkpoint.random(sizes.config, tied=True)
-    params = load_state(work / "state.npz", (like, optimiser(sizes.steps).init(like), jnp.int32(0)))[0]
     for name, version in (("int8", 2), ("float32", 0)):
         (work / name).mkdir(exist_ok=True)
         checkpoint.save(params, work / name / "model.bin", version=version)
@@ -344,8 +343,7 @@ def run(work: Path, writer: str, text: Path | None, sizes: Sizes) -> None:
         clean(work, text)
     if not (work / "corpus.npy").exists():
         tokenize(work, sizes)
-    train(work, sizes)
-    export(work, sizes)
+    export(work, train(work, sizes))
     evaluate(work, writer, text)
 
 
