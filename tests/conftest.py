@@ -1,10 +1,11 @@
 """What every test shares: strict JAX settings, and the folder of reference files."""
 
-import tempfile
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jaxlib
 import pytest
 from console import Run
 
@@ -14,9 +15,11 @@ from jllama.flags import FLAGS
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Many tests compile the same small programs: each of them once a session.
-_programs = tempfile.TemporaryDirectory(prefix="jllama-tests-")
-jax.config.update("jax_compilation_cache_dir", _programs.name)
+# Compiling is most of what the tests take, so the programs stay for the next run.
+PROGRAMS = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jllama-tests" / f"jaxlib-{jaxlib.__version__}"
+)
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
