@@ -9,7 +9,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jllama"
 
 # What each room may import from the others; a folder is one room.
 ROOMS = {
-    "config": set(),
+    "errors": set(),
+    "config": {"errors"},
     "native": set(),
     "quant": {"native"},
     "model": {"config", "native", "quant"},
@@ -17,20 +18,20 @@ ROOMS = {
     "decode": {"model", "sampling"},
     "sharding": {"config", "decode", "model", "quant", "sampling"},
     "text": set(),
-    "gguf_file": set(),
-    "tokenizer": {"gguf_file", "text"},
-    "chat": {"gguf_file", "tokenizer"},
-    "checkpoint": {"config", "quant", "model", "gguf_file", "sharding"},
+    "gguf_file": {"errors"},
+    "tokenizer": {"errors", "gguf_file", "text"},
+    "chat": {"errors", "gguf_file", "tokenizer"},
+    "checkpoint": {"config", "errors", "quant", "model", "gguf_file", "sharding"},
     "settings": {"sampling"},
     "runner": {"config", "decode", "model", "native", "quant", "settings", "sharding"},
     "generation": {"runner", "settings", "text", "tokenizer"},
     "llm": {"checkpoint", "config", "decode", "generation", "model", "quant", "runner", "settings"}
     | {"sharding", "tokenizer"},
-    "prompts": {"generation", "settings"},
+    "prompts": {"errors", "generation", "settings"},
     "session": {"chat", "generation", "llm", "runner", "settings"},
     "bench": {"decode", "model", "quant", "runner", "sampling", "settings"},
     "report": {"bench"},
-    "results": {"generation"},
+    "results": {"errors", "generation"},
     "plan": {"checkpoint", "model", "runner", "sharding"},
     "flags": {"checkpoint", "settings"},
     "cli": {"bench", "chat", "checkpoint", "config", "generation", "llm", "model", "prompts", "report", "session"}

@@ -27,6 +27,7 @@ from jllama.checkpoint.build import (
 )
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
+from jllama.gguf_file import Header
 from jllama.model import Params
 
 __all__ = [
@@ -77,7 +78,7 @@ class _Format(NamedTuple):
 
 
 _FORMATS = (
-    _Format("a GGUF file", lambda path, head: head.startswith(gguf_file.MAGIC), gguf.read),
+    _Format("a GGUF file", lambda path, head: gguf_file.recognises(head), gguf.read),
     # Before Meta's: some of these folders hold Meta's files too.
     _Format("a Hugging Face folder (config.json, .safetensors)", huggingface.recognises, huggingface.read),
     _Format("Meta's params.json with .pth or .npy files", meta.recognises, meta.read),
@@ -86,7 +87,14 @@ _FORMATS = (
 )
 
 
-def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = None, mesh: Mesh | None = None) -> Params:
+def load(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    rope_theta: float | None = None,
+    mesh: Mesh | None = None,
+    header: Header | None = None,
+) -> Params:
     """Load a model from a file or folder, whose format is found out by its content.
 
     Args:
@@ -97,6 +105,7 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
       mesh: the devices that it is laid out over (`sharding.make_mesh`), each with its own part; only those of this
         process are read. None: the default device.
+      header: that of a GGUF file which was read already.
 
     Raises:
       CheckpointError: the file cannot be opened, is of another kind, or does not fit its own header.
@@ -105,15 +114,15 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
-    contents = read(path)
+    contents = read(path, header=header)
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
     dtype = contents.dtype if dtype == "auto" else dtype
     return build_params(config, contents.sources, dtype=dtype, origin=str(path), mesh=mesh)
 
 
-def read(path: str | Path) -> Contents:
-    """Find out what is in a file or folder, without reading its tensors; `path` and errors are those of `load`."""
-    return _read(hub.local(path))
+def read(path: str | Path, *, header: Header | None = None) -> Contents:
+    """Find out what is in a file or folder, without reading its tensors; arguments and errors are those of `load`."""
+    return _read(hub.local(path), header)
 
 
 def save(params: Params, path: str | Path, *, form: str = "llama2c", version: int = 0) -> None:
@@ -179,8 +188,10 @@ def random_contents(config: Config, *, tied: bool = False, seed: int = 0) -> Con
     return Contents(config, sources, "float32")
 
 
-def _read(path: Path) -> Contents:
+def _read(path: Path, header: Header | None) -> Contents:
     try:
+        if header is not None:
+            return gguf.read(path, header)
         head = b""
         if not path.is_dir():
             with open(path, "rb") as file:

@@ -20,6 +20,7 @@ from jllama import sharding
 from jllama.checkpoint.parts import part
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
+from jllama.errors import InputError
 from jllama.model import Layer, Norm, Params
 from jllama.quant import Linear, QuantizedWeight, Weight
 
@@ -29,7 +30,7 @@ DTYPES = ("float32", "bfloat16", "int8")
 _BLOCK = 1 << 20
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A file that cannot be read as a model, or a model that a file format cannot hold."""
 
 
