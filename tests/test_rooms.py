@@ -22,7 +22,7 @@ ROOMS = {
     "tokenizer": {"errors", "gguf_file", "text"},
     "chat": {"errors", "gguf_file", "tokenizer"},
     "checkpoint": {"config", "errors", "quant", "model", "gguf_file", "sharding"},
-    "settings": {"sampling"},
+    "settings": {"errors", "sampling"},
     "runner": {"config", "decode", "model", "native", "quant", "settings", "sharding"},
     "generation": {"runner", "settings", "text", "tokenizer"},
     "llm": {"checkpoint", "config", "decode", "generation", "model", "quant", "runner", "settings"}
