@@ -1,24 +1,28 @@
 """The sizes and switches of a model: `Config`, its checks, and the reader of `configs/*.toml`."""
 
 import dataclasses
-import math
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jllama.errors import InputError, listed, quoted
+
 KVDtype = Literal["float32", "bfloat16"]
 
 
-class ConfigError(ValueError):
+_LARGEST = 2**31 - 2**20  # of a size: positions are int32, and padded
+
+
+class ConfigError(InputError):
     """Sizes that make no model: every problem found is named in the one message."""
 
 
 def _is_size(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x < _LARGEST
 
 
 def _is_positive(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e38  # float32 holds it; NaN isn't
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,7 @@ class RopeScaling:
                 f"expected less than high_freq_factor = {self.high_freq_factor}"
             )
         if problems:
-            raise ConfigError("; ".join(problems))
+            raise ConfigError(listed(problems))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +108,15 @@ class Config:
         if self.head_dim == 0 and _is_size(self.dim) and _is_size(self.n_heads) and self.dim % self.n_heads == 0:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         if problems := self._problems():
-            raise ConfigError("; ".join(problems))
+            raise ConfigError(listed(problems))
 
     def _problems(self) -> list[str]:
         sizes = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-        problems = [f"{n} = {getattr(self, n)!r}: expected 1 or more" for n in sizes if not _is_size(getattr(self, n))]
+        problems = [
+            f"{n} = {quoted(getattr(self, n))}: expected 1 to {_LARGEST - 1}"
+            for n in sizes
+            if not _is_size(getattr(self, n))
+        ]
         if self.sliding_window is not None and not _is_size(self.sliding_window):
             problems.append(f"sliding_window = {self.sliding_window!r}: expected 1 or more, or none")
         if not problems:
@@ -122,7 +130,7 @@ class Config:
                 problems.append(f"head_dim = {self.head_dim!r}: rotary pairs need an even number of 2 or more")
         for name in ("norm_eps", "rope_theta"):
             if not _is_positive(value := getattr(self, name)):
-                problems.append(f"{name} = {value!r}: expected a positive number")
+                problems.append(f"{name} = {quoted(value)}: expected a positive number")
         for name in ("norm", "position", "activation", "kv_dtype"):
             choices = get_args(Config.__annotations__[name])
             if (value := getattr(self, name)) not in choices:
@@ -151,7 +159,7 @@ def from_toml(path: str | Path) -> tuple[Config, bool]:
     """
     try:
         fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
     tied = fields.pop("tied", False)
     try:

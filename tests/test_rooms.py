@@ -24,7 +24,7 @@ ROOMS = {
     "checkpoint": {"config", "errors", "quant", "model", "gguf_file", "sharding"},
     "settings": {"errors", "sampling"},
     "runner": {"config", "decode", "model", "native", "quant", "settings", "sharding"},
-    "generation": {"runner", "settings", "text", "tokenizer"},
+    "generation": {"errors", "runner", "settings", "text", "tokenizer"},
     "llm": {"checkpoint", "config", "decode", "generation", "model", "quant", "runner", "settings"}
     | {"sharding", "tokenizer"},
     "prompts": {"errors", "generation", "settings"},

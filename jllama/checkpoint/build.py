@@ -20,7 +20,7 @@ from jllama import sharding
 from jllama.checkpoint.parts import part
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
-from jllama.errors import InputError
+from jllama.errors import InputError, listed, shown
 from jllama.model import Layer, Norm, Params
 from jllama.quant import Linear, QuantizedWeight, Weight
 
@@ -231,9 +231,9 @@ def _check(config: Config, sources: Mapping[str, Source], origin: str) -> None:
             problems.append(f"{name} is missing, expected {list(shape)}")
         elif sources[name].shape != shape:
             problems.append(f"{name} is {list(sources[name].shape)}, expected {list(shape)}")
-    problems += [f"{name} is not a tensor of this model" for name in sources if name not in expected]
+    problems += [f"{shown(name)} is not a tensor of this model" for name in sources if name not in expected]
     if problems:
-        raise CheckpointError(f"{origin}: {'; '.join(problems)}")
+        raise CheckpointError(f"{origin}: {listed(problems)}")
 
 
 def _read(parts: Sequence[Sequence[Source]], dtype: str) -> Iterator[Any]:

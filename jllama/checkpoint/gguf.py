@@ -260,7 +260,8 @@ def _quantised(data: mmap.mmap, offset: int, shape: tuple[int, ...], block: _Blo
     def read(start: int, stop: int) -> Array:
         release(data)
         blocks = np.frombuffer(data, np.uint8, (stop - start) * row, offset + start * row)
-        return block.dequantize(blocks.reshape(-1, row))
+        with np.errstate(invalid="ignore", over="ignore"):  # scales that aren't finite stay so, and show in the logits
+            return block.dequantize(blocks.reshape(-1, row))
 
     return Source(shape, read)
 
