@@ -17,6 +17,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jllama import gguf_file
+from jllama.errors import InputError
 from jllama.gguf_file import Header
 from jllama.tokenizer import Tokenizer
 
@@ -57,7 +58,7 @@ _CHATML = """\
 _BUILT_IN = (("<|start_header_id|>", _LLAMA3), ("<|im_start|>", _CHATML), ("</s>", _LLAMA2))  # by a control token
 
 
-class ChatError(ValueError):
+class ChatError(InputError):
     """A template that is none, or messages that it doesn't take."""
 
 

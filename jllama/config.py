@@ -11,6 +11,7 @@ KVDtype = Literal["float32", "bfloat16"]
 
 
 _LARGEST = 2**31 - 2**20  # of a size: positions are int32, and padded
+_LONGEST = 1 << 13  # characters of a TOML file: tomllib takes time by the square of them
 
 
 class ConfigError(InputError):
@@ -158,7 +159,10 @@ def from_toml(path: str | Path) -> tuple[Config, bool]:
       ConfigError: the file cannot be read, is not TOML, or holds unknown, missing or wrong fields.
     """
     try:
-        fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        if len(text) > _LONGEST:
+            raise ValueError(f"{len(text)} characters, expected at most {_LONGEST}")
+        fields: dict[str, Any] = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
     tied = fields.pop("tied", False)

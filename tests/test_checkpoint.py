@@ -302,6 +302,19 @@ def test_a_save_that_is_broken_off_leaves_nothing(tmp_path: Path, monkeypatch: p
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("bits", [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF])
+def test_numbers_that_are_not_finite_show_without_warnings(tmp_path: Path, bits: int) -> None:
+    path = tmp_path / "model.bin"
+    checkpoint.save(checkpoint.random(SMALL), path)
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 28, bits)
+    path.write_bytes(data)
+    for dtype in ("float32", "bfloat16", "int8"):
+        embedding = checkpoint.load(path, dtype=dtype).embedding
+        shown = embedding.scale if dtype == "int8" else embedding
+        assert not np.isfinite(np.asarray(shown, np.float32)).all()
+
+
 def test_scales_that_are_not_finite_show_without_warnings(tmp_path: Path) -> None:
     """NumPy's warnings are errors here; whoever loads the file sees the values in the logits."""
     path = tmp_path / "model.bin"

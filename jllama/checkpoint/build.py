@@ -256,8 +256,9 @@ def _read_columns(sources: Sequence[Source], columns: Sequence[slice], dtype: st
             block, rows = source.read(start, stop), slice(first + start, first + stop)
             if dtype == "int8":
                 block, scale[rows] = _quantize(block)
-            for values, wanted in zip(found, columns, strict=True):
-                values[rows] = block[..., wanted]
+            with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity stay, and show in the logits
+                for values, wanted in zip(found, columns, strict=True):
+                    values[rows] = block[..., wanted]
         first += source.shape[0]
     return [QuantizedWeight(values, scale) for values in found] if dtype == "int8" else found  # type: ignore[arg-type]
 

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jllama import gguf_file
+from jllama.errors import InputError
 from jllama.gguf_file import Header
 from jllama.text import StreamDecoder
 from jllama.tokenizer.special import Special
 
 
-class TokenizerError(ValueError):
+class TokenizerError(InputError):
     """A file that makes no tokenizer, or a text or token id that a tokenizer can't take."""
 
 
