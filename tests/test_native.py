@@ -11,15 +11,18 @@ import numpy as np
 import oracle
 import pytest
 import tiny
-from console import Run, error
+from console import Run as RunCommand
+from console import error
 
 from jllama import LLM, Prompt, Settings, decode, native
 from jllama.config import Config
 from jllama.decode import Stop
 from jllama.model import Params, init_cache, step
-from jllama.quant import Linear, linear, quantize
-from jllama.runner import prepare
+from jllama.run import Run, choose
+from jllama.weights import Linear, Plain, linear
+from jllama.weights.int8 import quantize
 
+NATIVE = Run(kernels=True)
 needs_kernels = pytest.mark.skipif(
     not native.available(), reason="the native kernels were not built, or can't run here"
 )
@@ -28,7 +31,7 @@ SHAPES = ((1, 1), (3, 15), (5, 65), (130, 64), (7, 288), (33, 2048))
 
 
 def with_kernels(params: Params) -> Params:
-    return prepare(params, kernels="native")
+    return dataclasses.replace(params, run=choose("native"))
 
 
 @needs_kernels
@@ -37,13 +40,13 @@ def with_kernels(params: Params) -> Params:
 def test_products(shape: tuple[int, int], rows: int) -> None:
     rng = np.random.default_rng(rows)
     w, x = rng.normal(size=shape).astype(np.float32), rng.normal(size=(rows, shape[1])).astype(np.float32)
-    y = linear(Linear(jnp.asarray(w)), jnp.asarray(x), use_native=True)
+    y = linear(Linear(Plain(jnp.asarray(w))), jnp.asarray(x), NATIVE)
     scale = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T
     np.testing.assert_array_less(np.abs(y - x.astype(np.float64) @ w.astype(np.float64).T), 1e-6 * scale + 1e-30)
 
     w16, x16 = jnp.asarray(w, jnp.bfloat16), jnp.asarray(x, jnp.bfloat16)
     exact = np.asarray(x16, np.float64) @ np.asarray(w16, np.float64).T
-    y = linear(Linear(w16), jnp.asarray(x), use_native=True)
+    y = linear(Linear(Plain(w16)), jnp.asarray(x), NATIVE)
     np.testing.assert_array_less(np.abs(y - exact), 1e-6 * scale + 1e-30)
 
 
@@ -56,7 +59,7 @@ def test_int8_products(shape: tuple[int, int], rows: int, fine: bool) -> None:
     w = quantize(jnp.asarray(rng.normal(size=shape), jnp.float32))
     x = (rng.normal(size=(rows, shape[1])) * 10.0 ** rng.integers(-3, 4, (rows, 1))).astype(np.float32)
     x[0] = 0
-    y = np.asarray(linear(Linear(w), jnp.asarray(x), fine=fine, use_native=True))
+    y = np.asarray(linear(Linear(w), jnp.asarray(x), NATIVE, fine=fine))
     weights = np.asarray(w.values, np.float64) * np.asarray(w.scale, np.float64)[:, None]
 
     # The error of a row that is rounded once is at most half a step in each element; twice: 1/254 of that.
@@ -79,7 +82,7 @@ def test_what_is_not_finite_stays_so(bad: float, dtype: str) -> None:
     w = jnp.ones((5, 40), jnp.float32)
     x = np.ones((3, 40), np.float32)
     x[1, 7] = bad
-    y = linear(Linear(quantize(w) if dtype == "int8" else w.astype(dtype)), jnp.asarray(x), use_native=True)
+    y = linear(Linear(quantize(w) if dtype == "int8" else Plain(w.astype(dtype))), jnp.asarray(x), NATIVE)
     assert np.isfinite(y).all(axis=1).tolist() == [True, False, True]
 
 
@@ -188,7 +191,7 @@ def test_golden_texts(shared: Path, batch_size: int) -> None:
 @pytest.mark.parametrize("kernels", ["xla", pytest.param("native", marks=needs_kernels)])
 def test_keys_and_values_in_bfloat16(kernels: str) -> None:
     params, weights = tiny.model("gqa")
-    params = prepare(params, kernels=kernels, kv_dtype="bfloat16")
+    params = dataclasses.replace(params, run=choose(kernels, "bfloat16"))
     tokens = tiny.ids(params.config, 2, 12)
     cache = init_cache(params, 2, 16)
     assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16")}
@@ -200,20 +203,20 @@ def test_keys_and_values_in_bfloat16(kernels: str) -> None:
     assert 1e-4 < error < 1 / 128
 
 
-def test_kernels_that_are_not_there(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_not_there(run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params, weights = tiny.model("mha")
     monkeypatch.setattr(native, "_LIBRARY", None)
-    assert not prepare(params).config.native
+    assert not choose().kernels
     with pytest.raises(ValueError, match="kernels = native: they were not built"):
-        prepare(params, kernels="native")
+        choose("native")
     with pytest.raises(ValueError, match="kernels = 'fast': expected auto, xla or native"):
-        prepare(params, kernels="fast")
+        choose("fast")
     oracle.write_v0(tmp_path / "model.bin", weights, params.config)
     flags = ("--mode=bench", f"--checkpoint={tmp_path}/model.bin", "--kernels=native", "--bench_dtypes=float32")
     assert "were not built" in error(run(*flags))
 
 
-def test_the_users_choices_are_no_sizes(tmp_path: Path, run: Run) -> None:
+def test_the_users_choices_are_no_sizes(tmp_path: Path, run: RunCommand) -> None:
     sizes = dataclasses.asdict(tiny.CONFIGS["mha"][0])
     text = "\n".join(f"{name} = {value}" for name, value in sizes.items() if isinstance(value, int | float))
     (tmp_path / "native.toml").write_text(text.replace("False", "true"))
