@@ -73,7 +73,7 @@ class Config:
       position: "rope", rotary, or "learned", a table of `max_seq_len` rows added to the embedding.
       activation: "silu", of a gate, or "gelu", of GPT-2's plain feed-forward.
       kv_dtype: what keys and values are kept in; with the next one not the model's but the user's choice.
-      native: whether the kernels of `native` run what they can, in XLA's place.
+      native: whether the kernels of `kernels` run what they can, in XLA's place.
       axis: the mesh axis over which heads, feed-forward and vocabulary are divided, where this is what one device
         has of a model (`sharding.part`); None: all of it.
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllama import native
+from jllama import kernels
 from jllama.config import Config
 from jllama.quant import Linear, Weight, linear, take
 
@@ -179,15 +179,19 @@ def attention(
     if rotation is not None:
         q, k = rotate(q, rotation[:, :, None]), rotate(k, rotation[:, :, None])
 
+    if config.native and kernels.has("attention"):
+        out, k_cache, v_cache = kernels.attend(
+            q, k, v, k_cache, v_cache, positions[:, 0], window=config.sliding_window, scale=h**-0.5
+        )
+        out = out.reshape(b, t, -1)
+        return linear(layer.wo, out, axis=config.axis, use_native=config.native), k_cache, v_cache
+
     first = jnp.repeat(positions[:, 0], n_kv)
     k, v = k.swapaxes(1, 2).reshape(b * n_kv, t, h), v.swapaxes(1, 2).reshape(b * n_kv, t, h)
     # The G query heads of a key head are rows of one product, beside the T tokens.
     q = q.reshape(b, t, n_kv, g, h).transpose(0, 2, 1, 3, 4).reshape(b * n_kv, t * g, h) * (h**-0.5)
-    if config.native and t == 1:
-        out, k_cache, v_cache = native.attend(q, k, v, k_cache, v_cache, first, config.sliding_window)
-    else:
-        k_cache, v_cache = _write(k_cache, k, first), _write(v_cache, v, first)
-        out = _attend(config, q, k_cache, v_cache, positions)
+    k_cache, v_cache = _write(k_cache, k, first), _write(v_cache, v, first)
+    out = _attend(config, q, k_cache, v_cache, positions)
     out = out.reshape(b, n_kv, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, -1)
     return linear(layer.wo, out, axis=config.axis, use_native=config.native), k_cache, v_cache
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jllama import native
+from jllama import kernels
 
 
 class QuantizedWeight(NamedTuple):
@@ -85,15 +85,15 @@ def linear(
 
     `axis` is the mesh axis over which the inputs are divided, if they are: products are summed over it. int8's are
     summed as integers, and its scales are of whole rows, so that the result doesn't depend on the mesh.
-    `use_native` lets the kernels of `native` multiply few rows.
+    `use_native` lets the kernels of `kernels` multiply what they can.
     """
     w, bias = layer
     rows = x.reshape(-1, x.shape[-1])
     n = rows.shape[0]
     fine = fine or n == 1
-    use_native = use_native and n <= native.MAX_ROWS
+    use_native = use_native and kernels.has(dtype_name(w))
     if isinstance(w, QuantizedWeight) and use_native and axis is None:
-        y = native.dot_int8(w.values, w.scale, rows, fine=fine)
+        y = kernels.dot_int8(w.values, w.scale, rows, fine=fine)
     elif isinstance(w, QuantizedWeight):
         q = quantize(rows, axis)
         if fine:
@@ -102,7 +102,7 @@ def linear(
         y = _sum(_dot(w.values, q.values, jnp.int32), axis).astype(jnp.float32) * (q.scale[:, None] * w.scale[None])
         y = y[:n] + y[n:] if fine else y
     elif use_native:
-        y = _sum(native.dot(w, rows.astype(w.dtype)), axis)
+        y = _sum(kernels.dot(w, rows), axis)
     elif n == 1 and w.dtype != jnp.float32:
         # One row alone falls into a scalar loop on CPU, 10 to 20 times slower than two.
         y = _sum(_dot(w, jnp.pad(rows.astype(w.dtype), ((0, 1), (0, 0))), jnp.float32)[:1], axis)

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllama import decode, native, sharding
+from jllama import decode, sharding
+from jllama import kernels as native
 from jllama.config import KVDtype
 from jllama.decode import Stop
 from jllama.model import Params

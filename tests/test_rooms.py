@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jllama"
 # What each room may import from the others; a folder is one room.
 ROOMS = {
     "config": set(),
-    "native": set(),
-    "quant": {"native"},
-    "model": {"config", "native", "quant"},
+    "kernels": set(),
+    "quant": {"kernels"},
+    "model": {"config", "kernels", "quant"},
     "sampling": set(),
     "decode": {"model", "sampling"},
     "sharding": {"config", "decode", "model", "quant", "sampling"},
@@ -22,7 +22,7 @@ ROOMS = {
     "chat": {"gguf_file", "tokenizer"},
     "checkpoint": {"config", "quant", "model", "gguf_file", "sharding"},
     "settings": {"sampling"},
-    "runner": {"config", "decode", "model", "native", "quant", "settings", "sharding"},
+    "runner": {"config", "decode", "kernels", "model", "quant", "settings", "sharding"},
     "generation": {"runner", "settings", "text", "tokenizer"},
     "llm": {"checkpoint", "config", "decode", "generation", "model", "quant", "runner", "settings"}
     | {"sharding", "tokenizer"},
