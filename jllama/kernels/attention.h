@@ -141,7 +141,7 @@ void attend_block(const Tile& t, const Value* k, const Value* v, int64_t h, floa
     const Value* keys[kOutputs];
     for (int o = 0; o < kOutputs; ++o) keys[o] = k + std::min(i + o, to - 1) * h;
     float totals[kRows][kOutputs];
-    tile<Plain<Value, float>, true>(t.rows, keys, t.q, h, totals);
+    tile<Plain<Value, float>>(t.rows, keys, t.q, h, ahead<Plain<Value, float>>(h, 0), totals);
     for (int r = 0; r < t.rows; ++r) std::memcpy(scores[r] + i, totals[r], sizeof(totals[r]));
   }
   float shrink[kRows];

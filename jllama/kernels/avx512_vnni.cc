@@ -12,6 +12,7 @@ struct Int8 {
   using Sum = __m512i;
   using Total = int32_t;
   static constexpr int64_t kWidth = 64;
+  static constexpr int64_t kPiece = std::numeric_limits<int32_t>::max();  // whole rows: they are short
   // The instruction multiplies unsigned by signed bytes, so the weights are raised.
   static constexpr int32_t kRaised = 128;
   static __mmask64 mask(int64_t n) { return (1ull << n) - 1; }

@@ -40,6 +40,7 @@ struct ProductInt8 {
   int64_t out, rows, in, each;
 };
 
+constexpr int64_t kPieceBytes = 4 << 10;  // of a row of x, multiplied at a time
 constexpr int64_t kBlock = 128;           // slots of a cache, attended to at a time: they stay in a core's caches
 constexpr int64_t kChunk = 4 * kBlock;    // slots whose attention is one partial result
 

@@ -45,10 +45,15 @@ void each_row(Pool& pool, int64_t rows, int64_t bytes, const std::function<void(
     pool.run(pieces(rows, step), some);
 }
 
+// How many bytes of a row of weights a core has at hand: all, or a piece where many rows pass by.
+int64_t piece(const Product& p, int64_t bytes) {
+  return p.rows > kTile ? std::min(p.in * bytes, kPieceBytes) : p.in * bytes;
+}
+
 }  // namespace
 
 void dot_float32(Pool& pool, const Kernels& kernels, Product p) {
-  divide(pool, p.out, p.rows, p.in * sizeof(float),
+  divide(pool, p.out, p.rows, piece(p, sizeof(float)),
          [&](Span outputs, Span rows) { kernels.dot_float32(p, outputs, rows); });
 }
 
@@ -58,7 +63,7 @@ void dot_bfloat16(Pool& pool, const Kernels& kernels, Product p) {
   each_row(pool, p.rows, p.in * sizeof(float),
            [&](int64_t r) { kernels.round_bfloat16(x + r * p.in, p.in, rounded.get() + r * p.in); });
   p.x = rounded.get();
-  divide(pool, p.out, p.rows, p.in * sizeof(uint16_t),
+  divide(pool, p.out, p.rows, piece(p, sizeof(uint16_t)),
          [&](Span outputs, Span rows) { kernels.dot_bfloat16(p, outputs, rows); });
 }
 
