@@ -10,11 +10,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jllama"
 # What each room may import from the others; a folder is one room.
 ROOMS = {
     "config": set(),
-    "native": set(),
-    "run": {"native"},
+    "kernels": set(),
+    "run": {"kernels"},
     "tensors": {"config"},
-    "weights": {"native", "run"},
-    "model": {"config", "native", "run", "weights"},
+    "weights": {"kernels", "run"},
+    "model": {"config", "kernels", "run", "weights"},
     "sampling": set(),
     "decode": {"model", "sampling"},
     "mesh": {"config", "model", "tensors", "weights"},

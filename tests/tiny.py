@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from jllama.checkpoint.build import build_params
+from jllama.checkpoint.build import build_params, sources_of
 from jllama.checkpoint.source import Source
 from jllama.config import Config, RopeScaling
 from jllama.llm import LLM
@@ -31,6 +31,11 @@ def params(weights: oracle.Weights, config: Config, dtype: str = "float32", run:
     """Build a model from a dict of tensors."""
     sources = {name: Source(a.shape, lambda start, stop, a=a: a[start:stop]) for name, a in weights.items()}
     return build_params(fitted(config, weights), sources, dtype=dtype, origin="test", run=run or Run())
+
+
+def running(params: Params, run: Run) -> Params:
+    """Build a model again, to be run in another way."""
+    return build_params(params.config, sources_of(params), dtype=params.embedding.dtype, origin="test", run=run)
 
 
 def model(name: str, dtype: str = "float32", seed: int = 0) -> tuple[Params, oracle.Weights]:
