@@ -203,7 +203,7 @@ def test_a_model_without_a_template_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("a\n{% for x in %}", r"chat_template\.jinja, line 2: "),
+        ("a\n{% for x in %}", r"chat_template\.jinja: line 2: "),
         ("{{ raise_exception('no system role') }}", "refuses the messages: no system role"),
         ("{{ ''.__class__.__mro__ }}", "refuses the messages: .*unsafe"),
         ("{{ messages.append(1) }}", "refuses the messages: .*'append' of 'list' object is unsafe"),
@@ -223,7 +223,7 @@ def test_a_wrong_template_is_named(source, message, tmp_path):
 def test_a_damaged_config_is_named(template, tmp_path):
     tok, _ = make(tmp_path, CHATML)
     (tmp_path / "tokenizer_config.json").write_text(template)
-    with pytest.raises(ChatError, match=r"tokenizer_config\.json: chat_template can't be read"):
+    with pytest.raises(ChatError, match=r"tokenizer_config\.json: (damaged|holds|chat_template: a list)"):
         find_template(tmp_path, tok)
 
 
