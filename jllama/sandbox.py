@@ -113,7 +113,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         while todo:
             value = todo.pop()
             if isinstance(value, str):
-                cost += len(value)
+                cost += len(value) >> 2
             elif isinstance(value, int):
                 cost += value.bit_length() >> 3
             elif isinstance(value, list | tuple | set | dict):

@@ -138,10 +138,10 @@ class Special:
 
 
 def _begins(texts: list[str], body: str, longest: int) -> bool:
-    """Whether an end of `body` is a beginning of one of `texts`, which are sorted."""
+    """Whether an end of `body` begins one of `texts`, which are sorted, without being all of it."""
     for n in range(1, min(len(body), longest - 1) + 1):
         end = body[-n:]
-        at = bisect.bisect_left(texts, end)
+        at = bisect.bisect_right(texts, end)  # past a whole one: those are found as such
         if at < len(texts) and texts[at].startswith(end):
             return True
     return False
