@@ -12,12 +12,14 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jllama.sandbox import Program, SandboxError, weight
 from jllama.tokenizer import Tokenizer, TokenizerError
 from jllama.tokenizer.base import printable, shown, valid
 from jllama.tokenizer.beside import Beside, is_gguf
+
+if TYPE_CHECKING:
+    from jllama.sandbox import Program
 
 Message = Mapping[str, Any]
 
@@ -94,9 +96,11 @@ class Template:
         self._program = self._compiled()
 
     def _compiled(self, hide: Callable[[str], str] | None = None) -> Program:
+        from jllama.sandbox import Program  # not at the top: jinja2 takes time, and most runs are no chats
+
         try:
             return Program(self._source, hide)
-        except SandboxError as e:
+        except ValueError as e:
             raise ChatError(f"{self.name}: {printable(e)}") from e
 
     @functools.cached_property
@@ -135,7 +139,7 @@ class Template:
 
     def _text(self, given: dict[str, Any]) -> str:
         """What the template writes, with marks in what came from messages and looks like a control token."""
-        size, now = weight(given), datetime.datetime.now()
+        size, now = _weight(given), datetime.datetime.now()
         budget = _BUDGET + size * (50 + 4 * len(given["messages"]))
         constants = {"documents": None, **self.tokenizer.names}
 
@@ -144,13 +148,13 @@ class Template:
 
         try:
             text = run(self._program, given)
-        except SandboxError as e:
+        except ValueError as e:
             raise ChatError(f"{self.name} refuses the messages: {printable(e)}") from e
         if (guarded := _each_text(given, self.tokenizer.special.guard)) == given:
             return text
         # The template must write the same with the marks. Where it looks for what is marked, that is marked as well.
         for hiding in (False, True):
-            with contextlib.suppress(SandboxError):
+            with contextlib.suppress(ValueError):
                 marked = run(self._hiding if hiding else self._program, guarded)
                 if self.tokenizer.special.show(marked) == text:
                     return marked
@@ -164,6 +168,15 @@ def _each_text(value: Any, change: Callable[[str], str], key: str = "") -> Any:
     if isinstance(value, Mapping):
         return {k: _each_text(v, change, k) for k, v in value.items()}
     return [_each_text(v, change) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _weight(value: Any) -> int:
+    """How many characters and items a value holds."""
+    if isinstance(value, Mapping):
+        return 1 + sum(map(_weight, value.values()))
+    if isinstance(value, list | tuple):
+        return 1 + sum(map(_weight, value))
+    return 1 + len(value) if isinstance(value, str) else 1
 
 
 def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:

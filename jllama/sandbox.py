@@ -10,7 +10,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -312,12 +312,3 @@ def _without_generation_tags(source: str) -> str:
     """`source` with the tags that mark answers for training replaced by ones that do nothing."""
     source = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", source)
     return re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", source)
-
-
-def weight(value: Any) -> int:
-    """Return how many characters and items a value holds."""
-    if isinstance(value, Mapping):
-        return 1 + sum(map(weight, value.values()))
-    if isinstance(value, list | tuple):
-        return 1 + sum(map(weight, value))
-    return 1 + len(value) if isinstance(value, str) else 1

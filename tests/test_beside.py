@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -304,3 +306,12 @@ def test_a_sentencepiece_model_cut_before_its_normalizer_is_refused(shared, tmp_
 def test_a_missing_checkpoint_is_named(tmp_path):
     with pytest.raises(TokenizerError, match=re.escape(f"{tmp_path}/nosuch.gguf: no such file or folder")):
         tokenizer.find(tmp_path / "nosuch.gguf")
+
+
+def test_libraries_are_imported_when_they_are_needed():
+    code = (
+        "import sys, jllama.chat, jllama.session, jllama.tokenizer\n"
+        "print({'jinja2', 'tokenizers', 'sentencepiece'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("set()\n", "")

@@ -16,8 +16,8 @@ from trained import SPECIAL, metadata_of, sentencepiece_metadata, train, train_s
 from jllama import tokenizer
 from jllama.text import StreamDecoder
 from jllama.tokenizer import TokenizerError, gguf, tiktoken
-from jllama.tokenizer.bpe import LLAMA3_SPLIT, alphabet
-from jllama.tokenizer.sentencepiece import SPACE
+from jllama.tokenizer.bpe import LLAMA3_SPLIT
+from jllama.tokenizer.pieces import SPACE, alphabet
 
 ODD = " \n\tabehlot#é<|>/s'LI0123株🦙\u0301\u0004\x7f\ufeff\u3000"
 

@@ -15,7 +15,8 @@ from jllama import tokenizer
 from jllama.chat import ChatError, Conversation, Template, find_template
 from jllama.runner import common_prefix
 from jllama.tokenizer import TokenizerError
-from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, alphabet
+from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT
+from jllama.tokenizer.pieces import alphabet
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

@@ -135,44 +135,6 @@ def build(
     return library
 
 
-class BytePieces(Sequence[tuple[bytes, bytes]]):
-    """The bytes of every id: those of a byte-level token, the text of another one, none for a gap.
-
-    They are made when asked for: a vocabulary is large, and an answer short.
-
-    Args:
-      vocab: the byte-level tokens.
-      plain: tokens that stand for their own text.
-      size: how many ids there are at least.
-
-    Attributes:
-      missing: bytes that no token stands for.
-      unused: ids that no token has.
-    """
-
-    def __init__(self, vocab: Mapping[str, int], plain: Mapping[str, int], size: int = 0) -> None:
-        size = max(size, 1 + max([*vocab.values(), *plain.values()], default=-1))
-        self._tokens: list[str | None] = [None] * size
-        for token, i in vocab.items():
-            self._tokens[i] = token
-        for token, i in plain.items():
-            self._tokens[i] = token
-        self._plain = frozenset(plain.values())
-        self.missing = [b for char, b in _BYTES.items() if char not in vocab or char in plain]
-        self.unused = [i for i, token in enumerate(self._tokens) if token is None]
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, i: int) -> tuple[bytes, bytes]:  # type: ignore[override]  # no slices
-        token = self._tokens[i] or ""
-        try:
-            piece = token.encode() if i in self._plain else bytes(map(_BYTES.__getitem__, token))
-        except KeyError:  # not in the alphabet
-            piece = token.encode()
-        return piece, piece
-
-
 def parse_merges(lines: Sequence[str], path: object, place: str, first: int = 0) -> Merges:
     """Split merges at the space between their two tokens; `place` and a number from `first` on say where each stands.
 
@@ -187,16 +149,3 @@ def parse_merges(lines: Sequence[str], path: object, place: str, first: int = 0)
     ]
     raise_all(problems, path)
     return merges  # type: ignore[return-value]  # each is a pair now
-
-
-def alphabet() -> list[str]:
-    """Return the character that stands for each byte: itself if it is printable, else one from U+0100 on.
-
-    Source: `bytes_to_unicode` in openai/gpt-2, src/encoder.py.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(b if b in printable else next(others)) for b in range(0x100)]
-
-
-_BYTES = {char: b for b, char in enumerate(alphabet())}

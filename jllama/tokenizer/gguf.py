@@ -15,8 +15,18 @@ from absl import logging
 
 from jllama.tokenizer import sentencepiece
 from jllama.tokenizer.base import Tokenizer, TokenizerError, raise_all, shown
-from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, BPETokenizer, BytePieces, build, parse_merges
-from jllama.tokenizer.sentencepiece import BYTE_KIND, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
+from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, BPETokenizer, build, parse_merges
+from jllama.tokenizer.pieces import (
+    BYTE_KIND,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    BytePieces,
+    byte_of,
+)
 from jllama.tokenizer.special import ENDS, LOOKS_CONTROL, LOOKS_NAME, Special
 
 _KEY = "tokenizer.ggml."
@@ -177,7 +187,7 @@ def _kind(token: str) -> int:
     """The kind of a token in a file that doesn't say it."""
     if token == "<unk>":
         return UNKNOWN
-    byte = token.startswith("<0x") and sentencepiece.byte_of(token.encode("utf-8", "replace")) is not None
+    byte = token.startswith("<0x") and byte_of(token.encode("utf-8", "replace")) is not None
     return BYTE_KIND if byte else NORMAL
 
 

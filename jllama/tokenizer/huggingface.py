@@ -19,7 +19,6 @@ from jllama.tokenizer.beside import Beside, read_json, read_text
 from jllama.tokenizer.bpe import (
     GPT2_SPLIT,
     BPETokenizer,
-    BytePieces,
     Merges,
     add_visible,
     bpe,
@@ -27,7 +26,7 @@ from jllama.tokenizer.bpe import (
     library_errors,
     parse_merges,
 )
-from jllama.tokenizer.sentencepiece import BYTE_KIND, CONTROL, NORMAL, SPACE, SpacedPieces, byte_of
+from jllama.tokenizer.pieces import BYTE_KIND, CONTROL, NORMAL, SPACE, BytePieces, SpacedPieces, byte_of
 from jllama.tokenizer.special import LOOKS_CONTROL, LOOKS_NAME, Special
 
 _OPTIONS = (

@@ -14,7 +14,8 @@ from pathlib import Path
 from sentencepiece import SentencePieceProcessor
 
 from jllama.tokenizer.base import Tokenizer, TokenizerError
-from jllama.tokenizer.sentencepiece import BYTE_KIND, CONTROL, NORMAL, UNKNOWN, build, byte_of, encode
+from jllama.tokenizer.pieces import BYTE_KIND, CONTROL, NORMAL, UNKNOWN, byte_of
+from jllama.tokenizer.sentencepiece import build, encode
 from jllama.tokenizer.special import Special
 
 _UNK = b"<unk>"  # token 0 of every file, so it tells the layouts apart

@@ -39,6 +39,14 @@ def parse(data: bytes, path: object) -> Model:
     model, found, at = Model([], [], []), set(), 0
     try:
         while at < len(data):
+            if plain := _plain(data, at):
+                text, what, end = plain
+                model.pieces.append(text)
+                model.kinds.append(what)
+                model.spans.append((at, end))
+                found.add(_PIECES)
+                at = end
+                continue
             begin, (number, kind), at = at, *_key(data, at)
             found.add(number)
             end = _after(data, at, kind)
@@ -55,6 +63,19 @@ def parse(data: bytes, path: object) -> Model:
         missing = "how it was trained" if _TRAINER not in found else "how text is normalised"
         raise TokenizerError(f"{path}: cut short: nothing after its {len(model.pieces)} pieces says {missing}")
     return model
+
+
+def _plain(data: bytes, at: int) -> tuple[bytes, int, int] | None:
+    """The text, the kind and the end of a short piece that is written as they all are: its text, score, kind."""
+    body = at + 2
+    if len(data) < body + 2 or data[at] != 0x0A or data[body] != 0x0A or data[at + 1] > 0x7F or data[body + 1] > 0x7F:
+        return None
+    end, score = body + data[at + 1], body + 2 + data[body + 1]
+    if len(data) < end or end - score not in (5, 7) or data[score] != 0x15:
+        return None
+    if end - score == 5:
+        return data[body + 2 : score], _NORMAL, end
+    return (data[body + 2 : score], data[end - 1], end) if data[end - 2] == 0x18 and data[end - 1] < 0x80 else None
 
 
 def _piece(data: bytes, at: int, end: int) -> tuple[bytes, int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
@@ -14,12 +13,8 @@ from sentencepiece import SentencePieceProcessor
 from jllama.tokenizer import proto
 from jllama.tokenizer.base import Ids, Tokenizer, TokenizerError, printable, raise_all, shown, valid
 from jllama.tokenizer.beside import Beside
+from jllama.tokenizer.pieces import BYTE_KIND, CONTROL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, SpacedPieces, byte_of
 from jllama.tokenizer.special import LOOKS_CONTROL, Special
-
-SPACE = "\u2581"  # stands for a space inside pieces
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE_KIND = 1, 2, 3, 4, 5, 6  # SentencePiece.Type in its .proto
-
-_BYTE = re.compile(rb"<0x([0-9A-F]{2})>")  # the piece of a byte
 
 
 def recognises(head: bytes) -> bool:
@@ -38,7 +33,9 @@ def read(path: Path) -> Tokenizer:
     # The library would let any text become a token of this kind.
     forged = [i for i, kind in enumerate(model.kinds) if kind == USER_DEFINED and looks_control(model.pieces[i])]
     sp = processor(proto.with_kind(data, model, forged, CONTROL) if forged else data, path)
-    kinds = [CONTROL if i in set(forged) else kind for i, kind in enumerate(model.kinds)]
+    kinds = list(model.kinds)
+    for i in forged:
+        kinds[i] = CONTROL
     texts = [piece.decode(errors="replace") for piece in model.pieces]
     beside = Beside(path.parent)
     added = _Added.of(beside, texts, path)
@@ -46,7 +43,8 @@ def read(path: Path) -> Tokenizer:
     bos = next((i for i in (*beside.ids("bos", names), sp.bos_id()) if i >= 0), None)
     own = [sp.eos_id()] if sp.eos_id() >= 0 else []
     ends = beside.ends(names, own)
-    spaced = [text.replace(SPACE, " ").encode() for text in texts]
+    space = SPACE.encode()
+    spaced = [piece.replace(space, b" ") for piece in model.pieces]
     return SentencePieceTokenizer(
         sp,
         spaced,
@@ -145,41 +143,6 @@ class SentencePieceTokenizer(Tokenizer):
     def first_after(self, token: int, *, first: bool) -> bool:
         """Whether only control pieces came so far."""
         return first and token in self._control
-
-
-class SpacedPieces(Sequence[tuple[bytes, bytes]]):
-    """The bytes of every piece, inside a text and at its start, made when asked for.
-
-    Args:
-      texts: with plain spaces.
-      kinds: control and unused pieces have no bytes.
-      prefix: whether the encoder puts a space before a text.
-      plain: ids of pieces that it puts none before.
-    """
-
-    def __init__(
-        self, texts: Sequence[bytes], kinds: Sequence[int], *, prefix: bool, plain: Collection[int] = ()
-    ) -> None:
-        self._texts, self._kinds, self._prefix, self._plain = texts, kinds, b" " if prefix else b"", plain
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, i: int) -> tuple[bytes, bytes]:  # type: ignore[override]  # no slices
-        text, kind = self._texts[i], self._kinds[i]
-        if kind in (CONTROL, UNUSED):
-            return b"", b""
-        if kind == BYTE_KIND:
-            text = byte_of(text) or b""
-        if kind in (UNKNOWN, BYTE_KIND) or i in self._plain:
-            return text, text
-        return text, text.removeprefix(self._prefix)
-
-
-def byte_of(piece: bytes) -> bytes | None:
-    """Return the byte that a piece like <0x0A> stands for, None for any other piece."""
-    match = _BYTE.fullmatch(piece)
-    return bytes([int(match[1], 16)]) if match else None
 
 
 def processor(model: bytes, path: object) -> SentencePieceProcessor:

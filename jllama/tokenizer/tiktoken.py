@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 
 from jllama.tokenizer.base import Tokenizer, TokenizerError, raise_all, shown
-from jllama.tokenizer.bpe import LLAMA3_SPLIT, BPETokenizer, BytePieces, Merges, alphabet, build
+from jllama.tokenizer.bpe import LLAMA3_SPLIT, BPETokenizer, Merges, build
+from jllama.tokenizer.pieces import BytePieces, alphabet
 from jllama.tokenizer.special import Special
 
 _LINE = re.compile(rb"([A-Za-z0-9+/]+=*) (\d+)")
