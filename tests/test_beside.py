@@ -230,6 +230,15 @@ def test_all_that_a_post_processor_puts_before_a_text(tmp_path):
     assert tok.prompt_ids("the")[:2] == [0, 2]
 
 
+@pytest.mark.parametrize("name", ["config", "generation_config", "tokenizer_config", "added_tokens"])
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff"])
+def test_a_damaged_file_beside_is_named_whatever_the_others_say(name, data, tmp_path):
+    folder(tmp_path, generation_config={"bos_token_id": 0, "eos_token_id": 1})
+    (tmp_path / f"{name}.json").write_bytes(data)
+    with pytest.raises(TokenizerError, match=rf"{name}\.json: "):
+        tokenizer.load(tmp_path / "tokenizer.model")
+
+
 @pytest.mark.parametrize("stated", [None, []])
 def test_an_end_that_generation_config_leaves_open_is_configs(stated, tmp_path):
     tok = folder(tmp_path, spec(), generation_config={"eos_token_id": stated}, config={"eos_token_id": 7})

@@ -73,7 +73,7 @@ def test_spaces_beside_control_tokens_that_take_them_in_cost_no_square(strip):
     assert [p if isinstance(p, int) else p.strip() for p in special.split(text)] == ["b", 0, "c"]
 
 
-@pytest.mark.parametrize("texts", [["<\udcff>"], [chr(0x4E00 + n) * 2 for n in range(3000)]])
+@pytest.mark.parametrize("texts", [["<\udcff>"], ["\udc80"], [chr(0x4E00 + n) * 2 for n in range(3000)]])
 def test_control_tokens_that_no_mark_is_left_for_are_refused(texts):
     with pytest.raises(ValueError, match=r"Unicode|3000 different characters"):
         Special({text: i for i, text in enumerate(texts)})

@@ -106,8 +106,10 @@ class Beside:
 
     def _numbers(self, key: str) -> list[int]:
         """The ids that generation_config.json states, else config.json."""
-        for name in ("generation_config.json", "config.json"):
-            found = self._json(name).get(key)
+        # Both are read, so that a damaged one is named whatever the other says.
+        names = ("generation_config.json", "config.json")
+        for name, fields in [(name, self._json(name)) for name in names]:
+            found = fields.get(key)
             numbers = found if isinstance(found, list) else [] if found is None else [found]
             if not all(map(is_id, numbers)):
                 raise TokenizerError(f"{self.folder / name}: {key} is {shown(found)}; expected a token id, or some")

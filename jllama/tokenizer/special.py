@@ -37,7 +37,7 @@ class Special:
         self._lstrip, self._rstrip = frozenset(lstrip), frozenset(rstrip)
         self._longest = max(map(len, self.ids), default=0)
         chars = sorted(set("".join(self.ids)))
-        if any(_MARKED.match(char) for char in chars):
+        if _MARKED.search("".join(ids)):
             raise ValueError("a control token is no valid Unicode")
         if self._longest > _LONGEST:
             raise ValueError(f"a control token has {self._longest} characters; expected {_LONGEST} at most")
