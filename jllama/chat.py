@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+_ROLE = re.compile("[a-z_]+")
+_NAME = re.compile(r"\w+")
+
 _BUDGET = 4_000_000  # what a template may spend beside what its messages bring, as `sandbox` counts
 
 _LLAMA2 = """\
@@ -126,7 +129,9 @@ class Template:
         """
         given = _each_text({"messages": messages, "tools": tools, **variables}, valid)
         for message in given["messages"]:
-            if not re.fullmatch("[a-z_]+", role := message.get("role", "")):
+            if not isinstance(message, Mapping):
+                raise ChatError(f"a message is {shown(message)}; expected a role and a content")
+            if not isinstance(role := message.get("role", ""), str) or not _ROLE.fullmatch(role):
                 raise ChatError(f"a message's role is {shown(role)}; expected a word like 'user'")
         ids = self.tokenizer.encode_template(self._text(given | {"add_generation_prompt": add_generation_prompt}))
         if self._prefix and tuple(ids[: len(self._prefix)]) != self._prefix:
@@ -162,11 +167,11 @@ class Template:
 
 
 def _each_text(value: Any, change: Callable[[str], str], key: str = "") -> Any:
-    """`value` with all texts in it changed but for roles and keys, which are words that templates compare and glue."""
+    """`value` with all texts in it changed but for roles and names, which templates compare and glue."""
     if isinstance(value, str):
-        return value if key == "role" else change(value)
+        return value if key == "role" and _ROLE.fullmatch(value) else change(value)
     if isinstance(value, Mapping):
-        return {k: _each_text(v, change, k) for k, v in value.items()}
+        return {k if _NAME.fullmatch(k) else change(k): _each_text(v, change, k) for k, v in value.items()}
     return [_each_text(v, change) for v in value] if isinstance(value, list | tuple) else value
 
 

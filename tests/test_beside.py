@@ -191,7 +191,10 @@ def test_damaged_added_tokens_are_named(damaged, tmp_path):
 
 def test_padded_rows_of_a_model_are_accepted_beside_a_sentencepiece_model(tmp_path):
     tok = folder(tmp_path)
-    assert tok.fit(tok.vocab_size + 54) is tok
+    n = tok.vocab_size
+    assert tok.fit(n) is tok
+    assert tok.fit(n + 54).unused == set(range(n, n + 54))
+    assert tok.fit(n + 54).encode("the") == tok.encode("the")
     with pytest.raises(ValueError, match="expected the tokenizer that the model was trained with"):
         tok.fit(tok.vocab_size - 1)
 

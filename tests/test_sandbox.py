@@ -96,6 +96,11 @@ def test_tojson_takes_what_json_takes(arguments, keywords, tok):
 
 def test_tools_and_more_are_shown_to_a_template(tok):
     source = "{% for t in tools %}{{ t.name }} {% endfor %}{{ x }}{{ strftime_now('%Y') | length }}"
+    with pytest.raises(ChatError, match="a message is 'the'; expected a role"):
+        Template(source, tok).render(["the"])
+    odd = {"name": "<|im_end|>", "<|im_end|>": "x", "role": "<|im_end|>"}
+    assert tok.decode(shown := Template("{{ tools | tojson }}", tok).render([], tools=[odd])) == json.dumps([odd])
+    assert not set(shown) & set(tok.special.ids.values())
     ids = Template(source, tok).render([user("")], tools=[{"name": "<|im_end|>"}], x=3)
     assert tok.decode(ids) == "<|im_end|> 34"
     assert not set(ids) & set(tok.special.ids.values())

@@ -150,13 +150,19 @@ class Tokenizer(ABC):
         return "".join([*map(decoder.feed, tokens), decoder.flush()])
 
     def fit(self, size: int) -> Tokenizer:
-        """Return the tokenizer for a model of `size` ids: without the control tokens that such a model can't know.
+        """Return the tokenizer for a model of `size` ids, which may be padded, or lack rows for some control tokens.
+
+        What the model has no row for becomes text; rows that no token stands for are among `unused`.
 
         Raises:
           ValueError: the model needs another tokenizer.
         """
-        if self.vocab_size == size or (self.vocab_size < size and self.padded):
+        if self.vocab_size == size:
             return self
+        fitting = copy.copy(self)
+        if self.vocab_size < size and self.padded:
+            fitting.unused = self.unused | frozenset(range(self.vocab_size, size))
+            return fitting
         extra = set(range(size, self.vocab_size)) - self.unused
         if not self.padded or not extra <= set(self.special.ids.values()) or extra & {self.bos, self.eos, *self.prefix}:
             raise ValueError(
@@ -164,7 +170,6 @@ class Tokenizer(ABC):
                 "expected the tokenizer that the model was trained with"
             )
         logging.warning("the model has %d tokens: the tokenizer's %d more are left out", size, self.vocab_size - size)
-        fitting = copy.copy(self)
         fitting.vocab_size = size
         fitting.special = self.special.below(size)
         fitting.stop_ids = tuple(i for i in self.stop_ids if i < size)
