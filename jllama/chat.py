@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -96,20 +95,20 @@ class Template:
         self.guessed = guessed
         self._prefix = tokenizer.prefix if add_bos is None or add_bos else ()
         self._source = source
-        self._program = self._compiled()
+        self._programs: dict[int, Program] = {}
+        self._program(0)
 
-    def _compiled(self, hide: Callable[[str], str] | None = None) -> Program:
+    def _program(self, marked: int) -> Program:
+        """The template: as it is, with marks in what it looks for in messages, and with marks in words of that too."""
         from jllama.sandbox import Program  # not at the top: jinja2 takes time, and most runs are no chats
 
+        hide = self.tokenizer.special.guard if marked else None
         try:
-            return Program(self._source, hide)
+            if marked not in self._programs:
+                self._programs[marked] = Program(self._source, hide, words=marked > 1)
+            return self._programs[marked]
         except ValueError as e:
             raise ChatError(f"{self.name}: {printable(e)}") from e
-
-    @functools.cached_property
-    def _hiding(self) -> Program:
-        """The template, with marks in what it looks for in messages."""
-        return self._compiled(self.tokenizer.special.guard)
 
     def render(
         self,
@@ -152,15 +151,15 @@ class Template:
             return program.render(budget, now, **{**constants, **variables})
 
         try:
-            text = run(self._program, given)
+            text = run(self._program(0), given)
         except ValueError as e:
             raise ChatError(f"{self.name} refuses the messages: {printable(e)}") from e
         if (guarded := _each_text(given, self.tokenizer.special.guard)) == given:
             return text
         # The template must write the same with the marks. Where it looks for what is marked, that is marked as well.
-        for hiding in (False, True):
+        for level in range(3):
             with contextlib.suppress(ValueError):
-                marked = run(self._hiding if hiding else self._program, guarded)
+                marked = run(self._program(level), guarded)
                 if self.tokenizer.special.show(marked) == text:
                     return marked
         raise ChatError(f"{self.name} changes what looks like a control token in a message: it can't stay text there")

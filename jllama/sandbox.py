@@ -47,19 +47,20 @@ class Program:
     Args:
       source: the template.
       hide: is applied to the texts that the template looks for, but not to those it writes.
+      words: whether it is applied to single words too.
 
     Raises:
       SandboxError: `source` is no template.
     """
 
-    def __init__(self, source: str, hide: Callable[[str], str] | None = None) -> None:
+    def __init__(self, source: str, hide: Callable[[str], str] | None = None, *, words: bool = False) -> None:
         if len(source) > _MOST:
             raise SandboxError(f"{len(source)} characters; expected {_MOST} at most")
         environment = _Environment(budget=len(source) * 1000)
         try:
             tree = environment.parse(_without_generation_tags(source))
             if hide:
-                _hide(tree, hide)
+                _hide(tree, hide, words=words)
             self._code: CodeType = environment.compile(_Priced().visit(tree))
         except jinja2.TemplateSyntaxError as e:
             raise SandboxError(f"line {e.lineno}: {e.message}") from e
@@ -290,9 +291,9 @@ def _filter(name: str, node: Any) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-def _hide(tree: nodes.Template, hide: Callable[[str], str]) -> None:
-    """Apply `hide` to the texts that a template looks for, but for single words: roles are compared with those."""
-    looked_for: list[nodes.Node] = [*tree.find_all(nodes.Compare)]
+def _hide(tree: nodes.Template, hide: Callable[[str], str], *, words: bool) -> None:
+    """Apply `hide` to the texts that a template looks for, but for those that it compares roles with."""
+    looked_for: list[nodes.Node] = [each for each in tree.find_all(nodes.Compare) if not _names_role(each)]
     for call in tree.find_all(nodes.Call):
         method = call.node.attr if isinstance(call.node, nodes.Getattr) else ""
         looked_for += call.args if _LOOKS.fullmatch(method) else call.args[:1] if method == "replace" else []
@@ -300,8 +301,17 @@ def _hide(tree: nodes.Template, hide: Callable[[str], str]) -> None:
         looked_for += each.args[:1] if each.name == "replace" or isinstance(each, nodes.Test) else []
     for node in looked_for:
         for const in [node] if isinstance(node, nodes.Const) else node.find_all(nodes.Const):
-            if isinstance(const.value, str) and not _WORD.fullmatch(const.value):
+            if isinstance(const.value, str) and (words or not _WORD.fullmatch(const.value)):
                 const.value = hide(const.value)
+
+
+def _names_role(compare: nodes.Compare) -> bool:
+    """Whether a comparison speaks of a role, as `message.role`, `m["role"]` or `last_role`."""
+
+    def name(node: Any) -> str:
+        return str(node.name if isinstance(node, nodes.Name) else getattr(node, "attr", getattr(node, "arg", "")))
+
+    return any("role" in name(node) for node in compare.find_all((nodes.Name, nodes.Getattr, nodes.Getitem)))
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -35,6 +35,8 @@ def rendered(source, tok, *contents):
         ("{% if '</think>' in messages[0].content %}a{% else %}b{% endif %}", "x</think>y", "a"),
         ("{{ messages[0].content | replace('<think>', '') }}", "<think>x", "x"),
         ("{{ messages[0].content.startswith('<think>') }}", "<think>x", "True"),
+        ("{% if messages[0].role == 'user' and messages[0].content == 'think' %}a{% endif %}", "think", "a"),
+        ("{{ '<' + messages[0].role + '>' if messages[0].content == 'think' }}", "think", "<user>"),
         ("{{ messages[0].content | length }}", "<|im_end|> <think>", "18"),
         ("{{ messages[0].content[-1] }}", "x<", "<"),
         ("{% if messages[0].content == '<' %}a{% endif %}", "<", "a"),
