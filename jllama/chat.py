@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -133,12 +134,10 @@ class Template:
             if not isinstance(role := message.get("role", ""), str) or not _ROLE.fullmatch(role):
                 raise ChatError(f"a message's role is {shown(role)}; expected a word like 'user'")
         ids = self.tokenizer.encode_template(self._text(given | {"add_generation_prompt": add_generation_prompt}))
-        if self._prefix and tuple(ids[: len(self._prefix)]) != self._prefix:
-            begins = next((at for at, i in enumerate(ids) if i != self._prefix[0]), len(ids))
-            ids = [*self._prefix, *ids[begins:]]
-        elif self._prefix:
-            begins = next((at for at, i in enumerate(ids) if i != self._prefix[0]), len(ids))
-            ids = ids[max(0, begins - 1) :]
+        if self._prefix:
+            bos, *more = self._prefix
+            ids = list(itertools.dropwhile(lambda i: i == bos, ids))
+            ids = [bos, *([] if ids[: len(more)] == more else more), *ids]
         return ids
 
     def _text(self, given: dict[str, Any]) -> str:
