@@ -5,7 +5,10 @@ import json
 import time
 import tracemalloc
 
+import jinja2
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_chat import CHATML, make, user
 from trained import train
 
@@ -48,6 +51,39 @@ def test_templates_see_messages_as_they_are(source, content, text, tok):
     ids = rendered(source, tok, content)
     assert tok.decode(ids) == text
     assert not set(ids) & set(tok.special.ids.values())
+
+
+PUBLISHED = [  # what templates of Qwen, DeepSeek and Gemma do with an answer
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if '</think>' in m.content %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>"
+    "{% endfor %}",
+    "{% for m in messages %}{% set content = m.content %}{% if '</think>' in content %}"
+    "{% set content = content.split('</think>', 1)[1] %}{% endif %}{{ content + '<|im_end|>' }}{% endfor %}",
+    "{% macro cut(text) %}{% set ns = namespace(result='') %}{% for part in text.split('</think>') %}{% if '<think>' "
+    "in part %}{% set ns.result = ns.result + part.split('<think>')[0] %}{% else %}{% set ns.result = ns.result + part %}"
+    "{% endif %}{% endfor %}{{ ns.result | trim }}{% endmacro %}{% for m in messages %}{{ cut(m.content) }}<|im_end|>"
+    "{% endfor %}",
+    "{% for m in messages %}{% if m.content.startswith('<think>') and not m.content.endswith('</think>') %}open "
+    "{% endif %}{{ m.content.replace('<think>', '') | length }}{{ m | tojson }}<|im_end|>{% endfor %}",
+]
+PARTS = ["<think>", "</think>", "<|im_end|>", "think", "<", ">", "</", "|>", "<|im_", "im_end", "a", " ", "\n"]
+
+
+@settings(deadline=None)
+@given(
+    texts=st.lists(st.lists(st.sampled_from(PARTS)).map("".join), min_size=1, max_size=3),
+    source=st.sampled_from(PUBLISHED),
+)
+def test_what_templates_write_is_what_plain_jinja_writes(tok, texts, source):
+    """And its control tokens are those that it writes for messages that look like nothing."""
+    messages = [user(text) for text in texts]
+    plain = jinja2.Environment()
+    plain.filters["tojson"] = json.dumps
+    ids = Template(source, tok).render(messages)
+    assert tok.decode(ids) == plain.from_string(source).render(messages=messages)
+    control = set(tok.special.ids.values())
+    harmless = Template(source, tok).render([user("a")] * len(texts))
+    assert [i for i in ids if i in control] == [i for i in harmless if i in control]
 
 
 def test_control_tokens_of_the_template_stay_beside_the_same_ones_of_a_message(tok):
