@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-import jax
-import jax.numpy as jnp
+if TYPE_CHECKING:
+    import jax
 
-from jllama.sampling import Sampling
+    from jllama.sampling import Sampling
 
 _INT32 = 2**31 - 1
 
@@ -101,6 +101,9 @@ def _is_strings(x: object) -> bool:
 
 def to_sampling(rows: Sequence[Settings]) -> Sampling:
     """Gather the sampling settings of a batch; a seed of None becomes a random one."""
+    import jax.numpy as jnp  # not at the top, because the command line's --help wants the settings alone
+
+    from jllama.sampling import Sampling
 
     def array(field: str, dtype: type) -> jax.Array:
         return jnp.array([getattr(row, field) for row in rows], dtype)

@@ -30,12 +30,12 @@ ROOMS = {
     "session": {"chat", "generation", "llm", "runner", "settings"},
     "bench": {"decode", "model", "quant", "runner", "sampling", "settings"},
     "report": {"bench"},
-    "results": {"generation"},
+    "results": {"prompts"},
     "plan": {"checkpoint", "model", "runner", "sharding"},
-    "flags": {"checkpoint", "settings"},
     "cli": {"bench", "chat", "checkpoint", "config", "generation", "llm", "model", "prompts", "report", "session"}
-    | {"flags", "plan", "results", "runner", "settings", "sharding", "tokenizer"},
-    "__init__": {"checkpoint", "generation", "llm", "settings", "tokenizer"},
+    | {"native", "plan", "results", "runner", "settings", "sharding", "tokenizer"},
+    "__init__": {"checkpoint", "generation", "llm", "session", "settings", "tokenizer"},
+    "__main__": {"cli"},
 }
 
 
