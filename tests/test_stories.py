@@ -94,7 +94,7 @@ def test_a_path_of_that_name_has_a_dot(
 
 def test_random_weights_take_its_place(run: Run) -> None:
     assert "--tokenizer" in error(run(f"--config={ROOT}/configs/stories260K.toml"))
-    assert "one of the two" in error(run(f"--config={ROOT}/configs/stories260K.toml", "--checkpoint=stories"))
+    assert "not both" in error(run(f"--config={ROOT}/configs/stories260K.toml", "--checkpoint=stories"))
 
 
 @pytest.mark.slow
