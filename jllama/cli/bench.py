@@ -9,9 +9,10 @@ import sys
 from tqdm import tqdm
 
 from jllama import bench, report
+from jllama.cli.errors import check_devices
 from jllama.cli.flags import DTYPES, FLAGS
 from jllama.cli.folders import expanded
-from jllama.cli.loading import check_devices, check_source, expect_one_device, prepared
+from jllama.cli.loading import check_source, expect_one_device, weights
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
         raise ValueError(f"bench_dtypes = {','.join(FLAGS.bench_dtypes)}: expected some of {', '.join(DTYPES)}")
     with tqdm(file=sys.stderr, disable=None, bar_format="measuring {desc}, {elapsed}") as bar:
         result = bench.run(
-            prepared,
+            weights,
             prompt=FLAGS.bench_prompt,
             new=FLAGS.bench_new,
             batches=[int(x) for x in FLAGS.bench_batches],

@@ -10,8 +10,9 @@ from types import FrameType
 
 from jllama import checkpoint
 from jllama.cli import output
+from jllama.cli.errors import check_devices
 from jllama.cli.flags import FLAGS
-from jllama.cli.loading import check_devices, check_source, expect_one_device, weights
+from jllama.cli.loading import check_source, expect_one_device, weights
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import sys
 from absl import flags
 
 _MEMORY = re.compile("RESOURCE_EXHAUSTED|bad_alloc|out of memory", re.IGNORECASE)
-_NO_BACKEND = re.compile("Unable to initialize backend|Unknown backend")
 _ADDRESS_SPACE = 1_900_000_000  # bytes: with less, JAX's libraries end the process while they are imported
 
 
@@ -20,8 +19,6 @@ def sentence(e: Exception) -> str | None:
         return f"out of memory: {_memory_hint(text)}"
     if _is_jax(e) and sys.modules["jax"].process_count() > 1:
         return f"another process ended, or can't be reached: {text}"
-    if isinstance(e, RuntimeError) and _NO_BACKEND.search(text):
-        return f"JAX finds no such device: {text}"
     if isinstance(e, ModuleNotFoundError) and not (e.name or "").startswith("jllama"):
         return (
             f"the Python package {e.name} is missing: `pip install .` installs jllama and what it needs, from a clone"
@@ -56,7 +53,15 @@ def check_address_space() -> None:
         )
 
 
-def platform() -> str | None:
-    """Return what the environment says about JAX's devices, for messages."""
-    names = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
-    return next((f"{name}={os.environ[name]}" for name in names if name in os.environ), None)
+def check_devices() -> None:
+    """Raise ValueError where JAX finds no device to run on."""
+    import jax
+
+    try:
+        jax.devices()
+    # What JAX raises depends on the platform, down to assertions.
+    except (RuntimeError, AssertionError) as e:
+        names = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
+        asked = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+        expected = f"{asked[0]} names a device that is not here" if asked else "no device was found"
+        raise ValueError(f"JAX can't start: {expected} {str(e)[:200]}".strip()) from e

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 
 import jllama
+from jllama import kernels
 from jllama.cli.commands import COMMANDS, usage
+from jllama.cli.errors import check_devices
 from jllama.cli.flags import FLAGS, GROUPS, Flag
 
 _EXAMPLES = """\
@@ -53,12 +55,7 @@ def _entry(name: str) -> Iterator[str]:
 
 def versions() -> str:
     """Write the text of --version: what runs here, and whether the native kernels do."""
+    check_devices()
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     libraries = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "numpy")]
-    return "\n".join([f"jllama {jllama.__version__}", ", ".join([*libraries, system]), f"native kernels: {_kernels()}"])
-
-
-def _kernels() -> str:
-    from jllama import native  # takes a second: it imports JAX
-
-    return "in use" if native.available() else "not in use: not built, or not for this processor or backend"
+    return "\n".join([f"jllama {jllama.__version__}", ", ".join([*libraries, system]), kernels.explain()])

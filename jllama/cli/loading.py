@@ -11,14 +11,14 @@ from pathlib import Path
 import jax
 from absl import logging
 
-from jllama import checkpoint, config, sharding, tokenizer
+from jllama import checkpoint, config, mesh, processes, tokenizer
 from jllama.checkpoint import hub
-from jllama.cli.errors import platform
+from jllama.cli.errors import check_devices
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded
 from jllama.llm import LLM
 from jllama.model import Params
-from jllama.runner import prepare
+from jllama.run import choose
 
 
 def load() -> tuple[LLM, float]:
@@ -30,7 +30,7 @@ def load() -> tuple[LLM, float]:
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
     path = expanded(FLAGS.tokenizer) if FLAGS.tokenizer else hub.local(source())
-    llm = LLM(prepared(FLAGS.dtype), tokenizer.load(tokenizer.find(path) if _has_to_be_found(path) else path))
+    llm = LLM(weights(FLAGS.dtype), tokenizer.load(tokenizer.find(path) if _has_to_be_found(path) else path))
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began
 
@@ -74,17 +74,6 @@ def _check_path(path: str) -> None:
         raise ValueError(f"{path}: a pipe or device; expected a file, whose parts can be read in any order")
 
 
-def check_devices() -> None:
-    """Raise ValueError where JAX finds no device to run on."""
-    try:
-        jax.devices()
-    # What JAX raises depends on the platform, down to assertions.
-    except (RuntimeError, AssertionError) as e:
-        asked = platform()
-        expected = f"{asked} names a device that is not here" if asked else "no device was found"
-        raise ValueError(f"JAX can't start: {expected} {str(e)[:200]}".strip()) from e
-
-
 def expect_one_device(what: str) -> None:
     """Raise ValueError for flags of several devices."""
     if FLAGS.mesh or FLAGS.coordinator:
@@ -93,7 +82,7 @@ def expect_one_device(what: str) -> None:
 
 def _connect() -> None:
     """Join the other processes of this run, if there are any. Only the first writes to standard output."""
-    if not sharding.connect(FLAGS.coordinator, FLAGS.num_processes, FLAGS.process_id):
+    if not processes.connect(FLAGS.coordinator, FLAGS.num_processes, FLAGS.process_id):
         return
     # Libraries below print there too (Gloo does): what they print goes to standard error.
     sys.stdout.flush()
@@ -105,15 +94,11 @@ def _connect() -> None:
         raise ValueError(f"--mesh is missing: expected one of {jax.device_count()} devices, those of all processes")
 
 
-def prepared(dtype: str) -> Params:
-    """Load or make the weights in a dtype, and say how they are run."""
-    return prepare(weights(dtype), kernels=FLAGS.kernels, kv_dtype=FLAGS.kv_dtype)
-
-
 def weights(dtype: str) -> Params:
-    """Load or make the weights in a dtype."""
-    mesh = sharding.make_mesh(FLAGS.mesh) if FLAGS.mesh else None
+    """Load or make the weights in a dtype, to be run as the flags say."""
+    on = mesh.make_mesh(FLAGS.mesh) if FLAGS.mesh else None
+    run = choose(FLAGS.kernels, FLAGS.kv_dtype, on_mesh=on is not None)
     if FLAGS.config:
-        sizes, tied = config.from_toml(expanded(FLAGS.config))
-        return checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, tied=tied, mesh=mesh)
-    return checkpoint.load(source(), dtype=dtype, rope_theta=FLAGS.rope_theta, mesh=mesh)
+        dtype = "float32" if dtype == "auto" else dtype
+        return checkpoint.random(config.from_toml(expanded(FLAGS.config)), dtype=dtype, run=run, mesh=on)
+    return checkpoint.load(source(), dtype=dtype, rope_theta=FLAGS.rope_theta, run=run, mesh=on)
