@@ -50,7 +50,7 @@ def main() -> None:
             line = _decoded(raw, number).rstrip("\r\n")
             if line.strip():
                 _answer(session, line)
-    output.timings(llm.timings, load_seconds, verbose=FLAGS.verbose)
+    output.timings(llm, load_seconds, verbose=FLAGS.verbose)
 
 
 def _decoded(raw: bytes, number: int) -> str:

@@ -44,9 +44,9 @@ def main() -> None:
                 llm.encode(request.prompt)
             _print_json(llm, iter(requests), len(requests))
     except KeyboardInterrupt:
-        output.timings(llm.timings, load_seconds, verbose=FLAGS.verbose)
+        output.timings(llm, load_seconds, verbose=FLAGS.verbose)
         raise
-    output.timings(llm.timings, load_seconds, verbose=FLAGS.verbose)
+    output.timings(llm, load_seconds, verbose=FLAGS.verbose)
 
 
 def _check() -> None:

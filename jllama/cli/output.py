@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jllama.runner import Timings
+    from jllama.llm import LLM
 
 # Control characters, but for tabs and line ends: on a terminal they could move the cursor, or worse.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -49,12 +49,13 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
 
 
-def timings(t: Timings, load_seconds: float, *, verbose: bool) -> None:
+def timings(llm: LLM, load_seconds: float, *, verbose: bool) -> None:
     """Say on standard error where the time went: briefly to people at a terminal, unless they ask for more."""
     import jax
 
     if jax.process_index():  # the first of several processes does
         return
+    t = llm.timings
     phases = [("prompt", t.prompt_tokens, t.prompt_seconds), ("generation", t.decode_tokens, t.decode_seconds)]
     if verbose or not sys.stderr.isatty():
         rates = [f"{name} {_rate(tokens, seconds)}" for name, tokens, seconds in phases if seconds]

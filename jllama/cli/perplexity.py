@@ -28,7 +28,7 @@ def main() -> None:
         expected = exact.score(text)
         _print_score(exact, expected)
         print(f"greedy agreement with float32: {np.mean(score.best == expected.best):.2%}")
-    output.timings(llm.timings, load_seconds, verbose=FLAGS.verbose)
+    output.timings(llm, load_seconds, verbose=FLAGS.verbose)
 
 
 def _print_score(llm: LLM, score: Score) -> None:
