@@ -36,12 +36,12 @@ ROOMS = {
     "session": {"chat", "generation", "llm", "runner", "settings"},
     "bench": {"decode", "model", "run", "runner", "sampling", "settings", "tensors", "weights"},
     "report": {"bench"},
-    "results": {"generation"},
+    "results": {"prompts"},
     "plan": {"checkpoint", "mesh", "model", "run", "runner"},
-    "flags": {"checkpoint", "settings"},
-    "cli": {"bench", "chat", "checkpoint", "config", "generation", "llm", "model", "prompts", "report", "session"}
-    | {"flags", "mesh", "plan", "processes", "results", "run", "settings", "tokenizer"},
-    "__init__": {"checkpoint", "generation", "llm", "settings", "tokenizer"},
+    "cli": {"bench", "chat", "checkpoint", "config", "generation", "kernels", "llm", "model", "prompts", "report"}
+    | {"mesh", "plan", "processes", "results", "run", "session", "settings", "tokenizer"},
+    "__init__": {"checkpoint", "generation", "llm", "session", "settings", "tokenizer"},
+    "__main__": {"cli"},
 }
 
 
