@@ -1,6 +1,5 @@
 """The optional kernels: their results against float64 NumPy, whole models with them, and when they may be used."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -20,8 +19,8 @@ from jllama import LLM, Prompt, Settings, decode, kernels
 from jllama.config import Config
 from jllama.decode import Stop
 from jllama.model import Params, init_cache, step
-from jllama.quant import quantize
-from jllama.runner import prepare
+from jllama.run import choose
+from jllama.weights.int8 import quantize
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.explain()}")
 # Widths around the vectors of 16, 32 and 64 elements, outputs around the tiles of 4.
@@ -30,7 +29,7 @@ Array = np.ndarray
 
 
 def with_kernels(params: Params) -> Params:
-    return prepare(params, kernels="native")
+    return tiny.running(params, choose("native"))
 
 
 def weights(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> tuple[tuple[jax.Array, ...], Array]:
@@ -38,7 +37,7 @@ def weights(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> tup
     w = rng.normal(size=shape).astype(np.float32)
     if dtype == "int8":
         q = quantize(jnp.asarray(w))
-        return tuple(q), np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)[..., None]
+        return (q.values, q.scale), np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)[..., None]
     stored = jnp.asarray(w, dtype)
     return (stored,), np.asarray(stored, np.float64)
 
@@ -321,9 +320,10 @@ def test_the_compiled_loop_copies_no_cache() -> None:
     stop = Stop(jnp.array([-1], jnp.int32), jnp.full(rows, slots, jnp.int32))
     state = decode.start(params, jnp.ones((rows, slots), jnp.int32), jnp.ones(rows, jnp.int32), stop)
     text = decode.compiled_decode.lower(params, state, tiny.greedy(rows), stop, np.int32(4)).compile().as_text()
-    shape = re.escape(f"f32[{rows * params.config.n_kv_heads},{slots},{params.config.head_dim}]")
+    heads = f"{rows * params.config.n_kv_heads},{slots},{params.config.head_dim}]"
     assert "jllama_attend" in text
-    assert not re.search(rf"= {shape}\S* copy\(", text)
+    assert f"f32[{params.config.n_layers},{heads}" in text
+    assert not re.search(rf"= f32\[(\d,)?{re.escape(heads)}\S* copy\(", text)
 
 
 @needs_kernels
@@ -342,7 +342,7 @@ def test_golden_texts(shared: Path, batch_size: int) -> None:
 @pytest.mark.parametrize("choice", ["xla", pytest.param("native", marks=needs_kernels)])
 def test_keys_and_values_in_bfloat16(choice: str) -> None:
     params, weights = tiny.model("gqa")
-    params = prepare(params, kernels=choice, kv_dtype="bfloat16")
+    params = tiny.running(params, choose(choice, "bfloat16"))
     tokens = tiny.ids(params.config, 2, 12)
     cache = init_cache(params, 2, 16)
     assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16")}
@@ -357,12 +357,12 @@ def test_keys_and_values_in_bfloat16(choice: str) -> None:
 def test_kernels_that_are_not_there(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params, weights = tiny.model("mha")
     monkeypatch.setattr(kernels, "_load", kernels._Loaded)
-    assert not prepare(params).config.native
+    assert not choose().kernels
     assert kernels.build() == ""
     with pytest.raises(ValueError, match="kernels = native: no native kernels: they were not built"):
-        prepare(params, kernels="native")
+        choose("native")
     with pytest.raises(ValueError, match="kernels = 'fast': expected auto, xla or native"):
-        prepare(params, kernels="fast")
+        choose("fast")
     with pytest.raises(RuntimeError, match="they were not built"):
         kernels.dot(jnp.ones((2, 2)), jnp.ones((1, 2)))
     oracle.write_v0(tmp_path / "model.bin", weights, params.config)
@@ -418,15 +418,6 @@ def test_a_library_of_another_version(
 ) -> None:
     library = compiled(tmp_path, code.replace("SOURCE", kernels._source()))
     assert re.search(expected, reason(library, monkeypatch))
-
-
-def test_the_users_choices_are_no_sizes(tmp_path: Path, run: Run) -> None:
-    sizes = dataclasses.asdict(tiny.CONFIGS["mha"][0])
-    text = "\n".join(f"{name} = {value}" for name, value in sizes.items() if isinstance(value, int | float))
-    (tmp_path / "native.toml").write_text(text.replace("False", "true"))
-    assert "native is no size of a model: expected --kernels" in error(
-        run("--mode=bench", f"--config={tmp_path}/native.toml")
-    )
 
 
 def test_a_clone_finds_the_installed_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
