@@ -1,6 +1,7 @@
 """GGUF files: every type of number, other families' order of rows, and headers that lie."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
@@ -77,7 +78,7 @@ def test_plain_types(tmp_path: Path, version: int, tied: bool, dtype: str, auto:
     path = write(tmp_path / "m.gguf", weights, version=version)
     tiny.assert_same(arrays(path), weights)
     params = checkpoint.load(path)
-    assert params.config == CONFIG
+    assert params.config == dataclasses.replace(CONFIG, tied=tied)
     assert params.embedding.dtype == auto
     assert (params.output is None) == tied
     assert checkpoint.load(path, dtype="int8").embedding.values.dtype == jnp.int8
@@ -102,7 +103,7 @@ def test_absent_keys_have_their_defaults(tmp_path: Path) -> None:
     weights = oracle.random_weights(CONFIG, tied=True)
     absent = {"llama.rope.freq_base": None, "llama.rope.dimension_count": None}
     path = write(tmp_path / "m.gguf", weights, absent)
-    assert checkpoint.load(path).config == Config(32, 64, 2, 4, 2, vocab_size=48, max_seq_len=128)
+    assert checkpoint.load(path).config == Config(32, 64, 2, 4, 2, vocab_size=48, max_seq_len=128, tied=True)
 
 
 def test_head_width_of_its_own(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_head_width_of_its_own(tmp_path: Path) -> None:
     weights = oracle.random_weights(config, tied=True)
     widths = {f"llama.attention.{kind}_length": 16 for kind in ("key", "value")} | {"llama.rope.dimension_count": 16}
     path = write(tmp_path / "m.gguf", weights, widths)
-    assert checkpoint.load(path).config == config
+    assert checkpoint.load(path).config == dataclasses.replace(config, tied=True)
     tiny.assert_same(arrays(path), weights)
 
 
@@ -256,7 +257,7 @@ def test_divisors_of_one_stretch_nothing(tmp_path: Path) -> None:
     tensors = {n: plain(a) for n, a in renamed(oracle.random_weights(CONFIG, tied=True)).items()}
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_bytes(KEYS, tensors | {"rope_freqs.weight": plain(np.ones(4, np.float32))}))
-    assert checkpoint.load(path).config == CONFIG
+    assert checkpoint.load(path).config == dataclasses.replace(CONFIG, tied=True)
 
 
 # --- quantised tensors
@@ -359,7 +360,7 @@ def test_types_and_sizes_that_do_not_fit(tmp_path: Path, shape: tuple[int, ...],
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     weights = oracle.random_weights(CONFIG, tied=True)
-    assert checkpoint.load(write(tmp_path / "plain.gguf", weights)).config == CONFIG
+    assert checkpoint.load(write(tmp_path / "plain.gguf", weights)).config == dataclasses.replace(CONFIG, tied=True)
     with pytest.raises(CheckpointError, match=r"x\.weight is quantised \(type 8\): `pip install gguf`"):
         one_tensor(tmp_path / "m.gguf", (1, 32), Q8_0, bytes(34))
 
@@ -559,7 +560,7 @@ def write_parts(folder: Path, count: int = 3) -> list[Path]:
 def test_a_model_in_parts(tmp_path: Path) -> None:
     first, second, _ = write_parts(tmp_path)
     tiny.assert_same(arrays(first), oracle.random_weights(CONFIG, tied=True))
-    assert checkpoint.load(first).config == CONFIG
+    assert checkpoint.load(first).config == dataclasses.replace(CONFIG, tied=True)
     assert "part 2 of a model in 3 files: expected the first, m-00001-of-00003.gguf" in message(second)
     shutil.copy(first, tmp_path / "x.gguf")
     assert "expected a name such as NAME-00001-of-00003.gguf" in message(tmp_path / "x.gguf")
@@ -677,7 +678,7 @@ def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     header = gguf_file.read(path)
     monkeypatch.setattr(gguf_file, "read", lambda path: pytest.fail("a second time"))
-    assert checkpoint.load(path, header=header).config == CONFIG
+    assert checkpoint.load(path, header=header).config == dataclasses.replace(CONFIG, tied=True)
     found = tokenizer.load(path, header=header)
     assert found.vocab_size == 48
     assert chat.find_template(path, found, header=header).name == f"{path}: tokenizer.chat_template"
@@ -722,7 +723,7 @@ def test_smollm2_is_found_without_running_its_code(tmp_path: Path, monkeypatch: 
         hub.local("smollm2")
     weights = oracle.random_weights(CONFIG, tied=True)
     assert write(package / "m.gguf", weights) == hub.local("smollm2")
-    assert checkpoint.load("smollm2").config == CONFIG
+    assert checkpoint.load("smollm2").config == dataclasses.replace(CONFIG, tied=True)
     assert "fake_smollm2" not in sys.modules
 
 

@@ -1,6 +1,7 @@
 """Meta's checkpoints: shards, `.npy` files, params.json; and `.pth` files that mean harm."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -35,7 +36,7 @@ def random_weights(*, tied: bool = False) -> oracle.Weights:
 
 def arrays(path: Path) -> oracle.Weights:
     contents = meta.read(path)
-    assert contents.config == CONFIG
+    assert dataclasses.replace(contents.config, tied=False) == CONFIG
     return {name: np.array(source.read(0, source.shape[0])) for name, source in contents.sources.items()}
 
 
@@ -125,7 +126,7 @@ def test_dtypes_are_widened_exactly(tmp_path: Path, dtype: str, auto: str, n: in
     params = checkpoint.load(path)
     assert params.embedding.dtype == auto
     exact = checkpoint.load(path, dtype="float32")
-    np.testing.assert_array_equal(exact.embedding, weights["tok_embeddings.weight"].astype(np.float32))
+    np.testing.assert_array_equal(exact.embedding.decode(), weights["tok_embeddings.weight"].astype(np.float32))
     assert checkpoint.load(path, dtype="int8").embedding.values.dtype == np.int8
 
 
@@ -198,7 +199,8 @@ def test_hidden_dim(dim: int, multiplier: float, multiple_of: int, expected: int
 )
 def test_params_of_known_models(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
     (tmp_path / "params.json").write_text(json.dumps({"vocab_size": 32000} | fields))
-    assert meta._config(meta._read_params(tmp_path / "params.json"), {}) == from_toml(ROOT / f"configs/{name}.toml")[0]
+    expected = dataclasses.replace(from_toml(ROOT / f"configs/{name}.toml"), tied=False)  # the tensors tell that
+    assert meta._config(meta._read_params(tmp_path / "params.json"), {}) == expected
 
 
 @pytest.mark.parametrize(

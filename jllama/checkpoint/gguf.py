@@ -22,10 +22,11 @@ from jllama import gguf_file
 from jllama.checkpoint.build import CheckpointError, Contents
 from jllama.checkpoint.mapped import interleaved, map_file, release, rows_of, strided
 from jllama.checkpoint.source import Array, Source
-from jllama.config import Config, ConfigError, RopeScaling
+from jllama.config import GPT2, Config, ConfigError, RopeScaling
 from jllama.errors import listed, quoted, shown
 from jllama.gguf_file import GGUFError, Header, TensorInfo
 from jllama.model import rotary_frequencies
+from jllama.tensors import fitted
 
 _NAMES = {
     "token_embd": "tok_embeddings",
@@ -57,7 +58,7 @@ _FAMILIES = {
     "llama": _Family(_NAMES),
     "qwen2": _Family(_NAMES, half_split=True),
     "qwen3": _Family(_NAMES, half_split=True),
-    "gpt2": _Family(_GPT2_NAMES, switches={"norm": "layer", "position": "learned", "activation": "gelu"}),
+    "gpt2": _Family(_GPT2_NAMES, switches=GPT2),
 }
 
 _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(jnp.bfloat16)}
@@ -108,7 +109,7 @@ def read(path: Path, header: Header | None = None) -> Contents:
     sources = _renamed(raw, config, family.names)
     if family.half_split:
         sources = {name: interleaved(s, config.head_dim) if _ROTATED.match(name) else s for name, s in sources.items()}
-    return Contents(config, sources, _nearest_dtype(tensors))
+    return Contents(fitted(config, sources), sources, _nearest_dtype(tensors))
 
 
 def _nearest_dtype(tensors: Mapping[str, TensorInfo]) -> str:

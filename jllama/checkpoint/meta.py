@@ -26,6 +26,7 @@ from jllama.checkpoint.mapped import joined
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config, ConfigError, RopeScaling
 from jllama.errors import listed, quoted, shown
+from jllama.tensors import fitted
 
 _SHARD = re.compile(r"consolidated\.(\d\d)\.pth")
 _ROWS_APART = re.compile(r"(?:.*\.)?(?:wq|wk|wv|w1|w3|output)\.weight")
@@ -70,7 +71,7 @@ def read(path: Path) -> Contents:
     params = _read_params(origin)
     try:
         sources, dtypes = _join_shards(opened, params.dim) if npy is None else _read_npy(npy)
-        config = _config(params, sources)
+        config = fitted(_config(params, sources), sources)
     except ConfigError as e:
         raise CheckpointError(f"{path}: {e}") from e
     return Contents(config, sources, "bfloat16" if dtypes == {"bfloat16"} else "float32")
