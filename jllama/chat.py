@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jllama import gguf_file
+from jllama.errors import InputError
 from jllama.gguf_file import Header
 from jllama.tokenizer import Tokenizer, TokenizerError
 from jllama.tokenizer.base import printable, shown, valid
@@ -65,7 +66,7 @@ _CHATML = """\
 _BUILT_IN = (("<|start_header_id|>", _LLAMA3), ("<|im_start|>", _CHATML), ("</s>", _LLAMA2))  # by a control token
 
 
-class ChatError(ValueError):
+class ChatError(InputError):
     """A template that is none, or messages that it doesn't take."""
 
 

@@ -10,6 +10,7 @@ from typing import Required, TypedDict
 
 from absl import logging
 
+from jllama.errors import InputError
 from jllama.text import StreamDecoder
 from jllama.tokenizer.special import Special
 
@@ -20,7 +21,7 @@ _LONGEST = 300  # characters of another program's message that are repeated
 _LONE = re.compile("[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(InputError):
     """A file that makes no tokenizer, or a text or token id that a tokenizer can't take."""
 
 
