@@ -1,24 +1,25 @@
 """The sizes and switches of a model: `Config`, its checks, and the reader of `configs/*.toml`."""
 
 import dataclasses
-import math
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-_MOST_TOKENS = 2**31 - 2**20  # of a context: positions, and what is added to them, stay within int32
+from jllama.errors import InputError, listed, quoted
+
+_LARGEST = 2**31 - 2**20  # of a size: positions are int32, and padded
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """Sizes that make no model: every problem found is named in the one message."""
 
 
 def _is_size(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x < _LARGEST
 
 
 def _is_positive(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e38  # float32 holds it; NaN isn't
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class RopeScaling:
                 f"expected less than high_freq_factor = {self.high_freq_factor}"
             )
         if problems:
-            raise ConfigError("; ".join(problems))
+            raise ConfigError(listed(problems))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,16 +109,18 @@ class Config:
         if self.head_dim == 0 and _is_size(self.dim) and _is_size(self.n_heads) and self.dim % self.n_heads == 0:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         if problems := self._problems():
-            raise ConfigError("; ".join(problems))
+            raise ConfigError(listed(problems))
 
     def _problems(self) -> list[str]:
         sizes = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-        problems = [f"{n} = {getattr(self, n)!r}: expected 1 or more" for n in sizes if not _is_size(getattr(self, n))]
+        problems = [
+            f"{n} = {quoted(getattr(self, n))}: expected 1 to {_LARGEST - 1}"
+            for n in sizes
+            if not _is_size(getattr(self, n))
+        ]
         if self.sliding_window is not None and not _is_size(self.sliding_window):
             problems.append(f"sliding_window = {self.sliding_window!r}: expected 1 or more, or none")
         if not problems:
-            if self.max_seq_len > _MOST_TOKENS:
-                problems.append(f"max_seq_len = {self.max_seq_len}: expected at most {_MOST_TOKENS}")
             if self.n_heads % self.n_kv_heads:
                 problems.append(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
             if self.head_dim == 0:

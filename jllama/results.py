@@ -46,7 +46,7 @@ def count(path: Path, requests: Iterable[Request], fields: Iterable[str]) -> int
             request = next(wanted, None)
             try:
                 result = json.loads(raw)
-            except ValueError:
+            except (ValueError, RecursionError):
                 result = None
             if not isinstance(result, dict) or result.keys() - {"id"} != set(fields):
                 raise ValueError(f"{path}, line {found + 1}: no result of such a run: expected {', '.join(fields)}")

@@ -19,12 +19,13 @@ from absl import logging
 
 from jllama.checkpoint import safetensors
 from jllama.checkpoint.build import CheckpointError, Contents, sources_of
-from jllama.checkpoint.files import new_folder, parse_json, shown
+from jllama.checkpoint.files import new_folder, parse_json
 from jllama.checkpoint.huggingface_config import Description, fields_of, is_model, parse
 from jllama.checkpoint.mapped import half_split, interleaved
 from jllama.checkpoint.safetensors import Tensor as SafeTensor
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
+from jllama.errors import listed, shown
 from jllama.model import Params
 from jllama.tensors import Tensor, tensors
 
@@ -168,12 +169,14 @@ def _holds_tensors(path: Path) -> bool:
 def _tensors(path: Path) -> dict[str, SafeTensor]:
     """Map the tensors of a file, or of all files of a folder, without the buffers among them."""
     folder = path if path.is_dir() else path.parent
-    index, single = folder / INDEX, path if _holds_tensors(path) else folder / WEIGHTS
+    named = _holds_tensors(path)
+    index, single = folder / INDEX, path if named else folder / WEIGHTS
     shards = safetensors.shards(index) if index.is_file() else {}
-    if single.is_file() and single.name not in shards.values():
-        tensors = safetensors.read(single)
-    elif shards:
+    # Beside an index a model.safetensors is a left-over, unless it is asked for.
+    if shards and (not named or single.name in shards.values()):
         tensors = safetensors.read_shards(index)
+    elif single.is_file():
+        tensors = safetensors.read(single)
     else:
         raise CheckpointError(f"{folder}: no weights here; expected {WEIGHTS} or {INDEX}")
     return {name: tensor for name, tensor in tensors.items() if not _BUFFERS.fullmatch(name)}
@@ -212,7 +215,7 @@ def _check(places: list[_Place], tensors: Mapping[str, SafeTensor], n_layers: in
             problems.append(f"{name} is {tensor.dtype}, expected {', '.join(safetensors.FLOATS)}")
     problems += [f"{shown(name)} is not a tensor of this model" for name in tensors if name not in expected]
     if problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}")
+        raise CheckpointError(f"{path}: {listed(problems)}")
 
 
 def _source(place: _Place, tensor: SafeTensor, head_dim: int) -> Source:

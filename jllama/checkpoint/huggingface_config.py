@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 from absl import logging
 
 from jllama.checkpoint.build import CheckpointError
-from jllama.checkpoint.files import shown
 from jllama.config import GPT2, Config, ConfigError, RopeScaling
+from jllama.errors import listed, shown
 
 # model_type, and the architecture that it goes with
 FAMILIES = {
@@ -71,7 +71,7 @@ def parse(fields: Mapping[str, Any], origin: str) -> Description:
     except ConfigError as e:
         checked.problems.append(str(e))
     if described is None:
-        raise CheckpointError(f"{origin}: {'; '.join(checked.problems)}")
+        raise CheckpointError(f"{origin}: {listed(checked.problems)}")
     return described
 
 
@@ -197,8 +197,9 @@ def _llama(fields: _Fields, family: str) -> Description | None:
 def _check_dtype(fields: _Fields) -> None:
     # Each tensor tells its own dtype, so the field is not needed; but two that differ make the file suspect.
     fields.agree({name: fields.values.get(name) for name in ("dtype", "torch_dtype")})
-    if fields.values.get("quantization_config") is not None:
-        fields.problems.append("quantization_config: quantised weights are not supported; expected none")
+    for name in ("quantization_config", "quantization"):  # the latter is mlx's
+        if fields.values.get(name) is not None:
+            fields.problems.append(f"{name}: quantised weights are not supported; expected none")
 
 
 def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
