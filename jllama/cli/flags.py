@@ -27,8 +27,9 @@ def _setting(field: dataclasses.Field[Any]) -> flags.FlagHolder[Any]:
     about = field.metadata["about"]
     if about.kind is str:
         return flags.DEFINE_multi_string(field.name, [], f"{about.help}; may be repeated")
-    define = flags.DEFINE_integer if about.kind is int else flags.DEFINE_float
-    return define(field.name, field.default, about.help)
+    define: Any = flags.DEFINE_integer if about.kind is int else flags.DEFINE_float
+    holder: flags.FlagHolder[Any] = define(field.name, field.default, about.help)
+    return holder
 
 
 # Each group is a paragraph of --help, in this order.
