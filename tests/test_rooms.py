@@ -38,8 +38,8 @@ ROOMS = {
     "report": {"bench"},
     "results": {"prompts"},
     "plan": {"checkpoint", "mesh", "model", "run", "runner"},
-    "cli": {"bench", "chat", "checkpoint", "config", "generation", "kernels", "llm", "model", "prompts", "report"}
-    | {"mesh", "plan", "processes", "results", "run", "session", "settings", "tokenizer"},
+    "cli": {"bench", "chat", "checkpoint", "config", "errors", "generation", "kernels", "llm", "mesh", "model"}
+    | {"plan", "processes", "prompts", "report", "results", "run", "session", "settings", "tokenizer"},
     "__init__": {"checkpoint", "generation", "llm", "session", "settings", "tokenizer"},
     "__main__": {"cli"},
 }

@@ -40,7 +40,7 @@ def main() -> None:
         llm, load_seconds = load()
         path = expanded(FLAGS.tokenizer) if FLAGS.config else hub.local(source())
         template = find_template(path, llm.tokenizer)
-    if template.name.startswith("built-in"):
+    if template.guessed:
         output.note(f"the model brings no chat template: using the {template.name}")
     session = Session(llm, template, FLAGS.system_prompt, settings)
     if stdin.isatty():
