@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jllama import gguf_file
+from jllama.gguf_file import Header
 from jllama.tokenizer import Tokenizer, TokenizerError
 from jllama.tokenizer.base import printable, shown, valid
 from jllama.tokenizer.beside import Beside, is_gguf
@@ -182,11 +184,11 @@ def _weight(value: Any) -> int:
     return 1 + len(value) if isinstance(value, str) else 1
 
 
-def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
+def find_template(checkpoint: str | Path, tokenizer: Tokenizer, *, header: Header | None = None) -> Template:
     """Return the chat template of a checkpoint: its own, else the one that the control tokens tell.
 
     Its own is in a GGUF file, or in `chat_template.jinja` or `tokenizer_config.json` beside or in the checkpoint: those
-    of Hugging Face say themselves where BOS is.
+    of Hugging Face say themselves where BOS is. `header` is that of a GGUF file which was read already.
 
     Raises:
       ChatError: there is none, or it is no Jinja template.
@@ -194,7 +196,7 @@ def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
       OSError: a file can't be read.
     """
     path = Path(checkpoint)
-    if is_gguf(path) and (source := _of_gguf(path)) is not None:
+    if is_gguf(path) and (source := _of_gguf(path, header)) is not None:
         return Template(source, tokenizer, f"{path}: tokenizer.chat_template")
     try:
         found = Beside(path if path.is_dir() else path.parent).template()
@@ -208,10 +210,8 @@ def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
     raise ChatError(f"{checkpoint}: no chat template; expected one in the checkpoint, or control tokens of a known one")
 
 
-def _of_gguf(path: Path) -> str | None:
-    from jllama.gguf_file import metadata
-
-    source = metadata(path).get("tokenizer.chat_template")
+def _of_gguf(path: Path, header: Header | None) -> str | None:
+    source = (header or gguf_file.read(path)).metadata.get("tokenizer.chat_template")
     return source if isinstance(source, str) else None
 
 

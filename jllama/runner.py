@@ -11,35 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllama import decode, native, sharding
-from jllama.config import KVDtype
+from jllama import decode, mesh, processes, sharding
 from jllama.decode import Stop
 from jllama.model import Params
-from jllama.quant import dtype_name
 from jllama.settings import Settings, to_sampling
 
 _MIN_SLOTS = 256  # of a cache; it doubles when it is full
 _MIN_WIDTH = 16  # of a block of prompt tokens; sizes are powers of two, so that few programs serve all lengths
 _MAX_WIDTH = 512
 _BLOCK_TOKENS = 4096  # the most tokens in a block, all rows together: bounds the memory of long prompts
-
-
-def prepare(params: Params, *, kernels: str = "auto", kv_dtype: KVDtype = "float32") -> Params:
-    """Say how a model is run.
-
-    Args:
-      params: the model.
-      kernels: "xla"; "native", the package's own for CPUs; or "auto", the latter where they can be used.
-      kv_dtype: "float32" or "bfloat16", what keys and values are kept in.
-
-    Raises:
-      ValueError: another word, or kernels that can't be used here.
-    """
-    on_mesh = sharding.mesh_of(params) is not None
-    if on_mesh and kernels == "native":
-        raise ValueError("kernels = native: they run on a single device: expected no mesh, or kernels = auto")
-    use_native = native.choose(kernels) and not on_mesh
-    return dataclasses.replace(params, config=dataclasses.replace(params.config, kv_dtype=kv_dtype, native=use_native))
 
 
 @dataclasses.dataclass
@@ -58,8 +38,8 @@ class Runner:
 
     def __init__(self, params: Params) -> None:
         self.params = params
-        self.mesh = sharding.mesh_of(params)
-        self.shards = sharding.shape_of(self.mesh).data  # that the rows of a batch are divided into
+        self.mesh = mesh.mesh_of(params)
+        self.shards = mesh.shape_of(self.mesh).data  # that the rows of a batch are divided into
         self._on_mesh = sharding.programs(params)
         self.timings = Timings()
         self._programs: dict[Any, Any] = {}
@@ -88,11 +68,11 @@ class Runner:
 
     def put(self, tree: Any, where: Any) -> Any:
         """Lay host arrays out as `where` says: a tree of specs of `sharding`, or one for all."""
-        return sharding.put(self.mesh, tree, where)
+        return mesh.put(self.mesh, tree, where)
 
     def agree(self, tree: Any) -> Any:
         """Return what the first of several processes has: all of them must do the same."""
-        return sharding.agree(self.mesh, tree)
+        return processes.agree(self.mesh, tree)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -137,7 +117,7 @@ class Batch:
         for ids in prompts:
             runner.check(ids)
         context = runner.params.config.max_seq_len
-        rows = runner.shards * batch_rows(len(prompts), runner.shards, dtype_name(runner.params.embedding))
+        rows = runner.shards * batch_rows(len(prompts), runner.shards, runner.params.embedding.dtype)
         spare = rows - len(prompts)  # rows of one token, full from the start
         self._runner = runner
         self._taken = np.array([len(ids) for ids in prompts] + [1] * spare, np.int32)
@@ -164,7 +144,7 @@ class Batch:
             tokens = np.zeros((rows, slots), np.int32)
             for row, ids in zip(tokens, prompts, strict=False):
                 row[: len(ids)] = ids
-            tokens, length = put((tokens, self._taken), sharding.ROWS)
+            tokens, length = put((tokens, self._taken), mesh.ROWS)
             state = call(decode.compiled_start, params, tokens, length, self._stop, cache)
             for first in blocks:
                 state = call(
@@ -188,7 +168,7 @@ class Batch:
 
     def _fetch(self, state: decode.State) -> None:
         self._state = state
-        self._tokens, self._logprobs, self._pos, done = sharding.get(state[1:])
+        self._tokens, self._logprobs, self._pos, done = processes.get(state[1:])
         self.done = np.array(done)
 
     def advance(self, steps: int) -> None:
@@ -199,7 +179,7 @@ class Batch:
         with self._runner.timed("decode"):
             is_full = self._pos[~self.done].max(initial=0) + 1 >= slots
             state = self._grown(self._state, 2 * slots if is_full else slots)
-            state = state._replace(done=self._runner.put(self.done, sharding.ROWS))
+            state = state._replace(done=self._runner.put(self.done, mesh.ROWS))
             self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
         self._runner.timings.decode_tokens += int(self._pos.sum() - before)
 

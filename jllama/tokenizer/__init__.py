@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jllama.gguf_file import Header
 from jllama.tokenizer.base import Tokenizer, TokenizerError, printable
 from jllama.tokenizer.beside import find
 
@@ -15,11 +16,15 @@ __all__ = ["Tokenizer", "TokenizerError", "find", "load"]
 _LFS = b"version https://git-lfs"
 
 
-def load(path: str | Path) -> Tokenizer:
+def load(path: str | Path, *, header: Header | None = None) -> Tokenizer:
     """Read a tokenizer: the content decides which, not the name.
 
     A SentencePiece model, a llama2.c `tokenizer.bin` of the new or the old layout, Hugging Face's `tokenizer.json` or
     `vocab.json` with its `merges.txt`, Llama 3's `tokenizer.model`, or the one inside a GGUF checkpoint.
+
+    Args:
+      path: the file.
+      header: that of `path` where it is a GGUF file and was read already.
 
     Raises:
       TokenizerError: the file can't be read, is of another kind, or is damaged.
@@ -36,6 +41,8 @@ def load(path: str | Path) -> Tokenizer:
     )
     path = Path(path)
     try:
+        if header is not None:
+            return gguf.read(path, header)
         with path.open("rb") as file:
             head = file.read(256)
         for _, form in formats:

@@ -10,11 +10,11 @@ from typing import Any
 
 from absl import logging
 
+from jllama import gguf_file
 from jllama.tokenizer.base import TokenizerError, is_id, printable, shown
 from jllama.tokenizer.special import ENDS
 
 TOKENIZERS = ("tokenizer.bin", "tok512.bin", "tokenizer.json", "tokenizer.model", "vocab.json")
-_MAGIC = b"GGUF"
 
 
 def find(checkpoint: str | Path) -> Path:
@@ -41,7 +41,7 @@ def is_gguf(path: Path) -> bool:
     """Whether a file begins as GGUF files do; one that can't be read doesn't."""
     try:
         with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+            return gguf_file.recognises(file.read(4))
     except OSError:
         return False
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
+from jllama import gguf_file
+from jllama.gguf_file import GGUFError, Header
 from jllama.tokenizer import sentencepiece
 from jllama.tokenizer.base import Tokenizer, TokenizerError, raise_all, shown
 from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, BPETokenizer, build, parse_merges
@@ -73,19 +75,17 @@ _PRE = {
 
 def recognises(head: bytes) -> bool:
     """Whether a file that begins with `head` is a GGUF file."""
-    return head[:4] == b"GGUF"
+    return gguf_file.recognises(head)
 
 
-def read(path: Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint.
+def read(path: Path, header: Header | None = None) -> Tokenizer:
+    """Read the tokenizer of a checkpoint, of which `header` is the header where that is known already.
 
     Raises:
       TokenizerError: the file is damaged, or its tokenizer is of an unknown kind.
     """
-    from jllama.gguf_file import GGUFError, metadata
-
     try:
-        return from_metadata(metadata(path), path)
+        return from_metadata((header or gguf_file.read(path)).metadata, path)
     except GGUFError as e:
         raise TokenizerError(str(e)) from e
 
