@@ -21,6 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from jllama.errors import InputError
+
 _MOST = 200_000  # characters of a template
 _STEP = 20  # what an operation costs beside its operands
 _WIDTH = 1000  # characters that text is padded to
@@ -40,7 +42,7 @@ _FIELD = re.compile(r"\{[^{}]*.?", re.DOTALL)  # of str.format, with what ends i
 _FIELD_COST = 300
 
 
-class SandboxError(ValueError):
+class SandboxError(InputError):
     """A template that is none, or that doesn't end well."""
 
 

@@ -218,7 +218,7 @@ def test_a_template_that_does_not_end_is_ended(name, tok):
     with pytest.raises(ChatError) as e:
         rendered(ENDLESS[name], tok, "x" * 100)
     assert time.process_time() - began < 20  # seconds where it would be hours; about 1 on an idle machine
-    assert len(str(e.value)) < 500
+    assert len(str(e.value)) < 900
     assert str(e.value).isprintable()
 
 
@@ -273,7 +273,7 @@ def test_long_conversations_are_no_endless_templates(tok):
 def test_what_is_no_template_is_named_in_a_line(source, tok):
     with pytest.raises(ChatError) as e:
         rendered(source, tok, "x")
-    assert len(str(e.value)) < 500
+    assert len(str(e.value)) < 900
     assert str(e.value).isprintable()
 
 
