@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jllama import gguf_file
-from jllama.errors import InputError
+from jllama.errors import InputError, quoted
 from jllama.gguf_file import Header
 from jllama.tokenizer import Tokenizer, TokenizerError
-from jllama.tokenizer.base import printable, shown, valid
+from jllama.tokenizer.base import valid
 from jllama.tokenizer.beside import Beside, is_gguf
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Template:
                 self._programs[marked] = Program(self._source, hide, words=marked > 1)
             return self._programs[marked]
         except ValueError as e:
-            raise ChatError(f"{self.name}: {printable(e)}") from e
+            raise ChatError(f"{self.name}: {e}") from e
 
     def render(
         self,
@@ -133,9 +133,9 @@ class Template:
         given = _each_text({"messages": messages, "tools": tools, **variables}, valid)
         for message in given["messages"]:
             if not isinstance(message, Mapping):
-                raise ChatError(f"a message is {shown(message)}; expected a role and a content")
+                raise ChatError(f"a message is {quoted(message)}; expected a role and a content")
             if not isinstance(role := message.get("role", ""), str) or not _ROLE.fullmatch(role):
-                raise ChatError(f"a message's role is {shown(role)}; expected a word like 'user'")
+                raise ChatError(f"a message's role is {quoted(role)}; expected a word like 'user'")
         ids = self.tokenizer.encode_template(self._text(given | {"add_generation_prompt": add_generation_prompt}))
         if self._prefix:
             bos, *more = self._prefix
@@ -155,7 +155,7 @@ class Template:
         try:
             text = run(self._program(0), given)
         except ValueError as e:
-            raise ChatError(f"{self.name} refuses the messages: {printable(e)}") from e
+            raise ChatError(f"{self.name} refuses the messages: {e}") from e
         if (guarded := _each_text(given, self.tokenizer.special.guard)) == given:
             return text
         # The template must write the same with the marks. Where it looks for what is marked, that is marked as well.

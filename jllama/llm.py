@@ -11,7 +11,7 @@ from typing import Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from jllama import checkpoint, decode, generation, processes
+from jllama import checkpoint, decode, generation, gguf_file, processes
 from jllama import mesh as meshes
 from jllama import tokenizer as tokenizers
 from jllama.checkpoint import hub
@@ -104,9 +104,12 @@ class LLM:
         if isinstance(mesh, str):
             mesh = meshes.make_mesh(mesh)
         path = hub.local(path)
-        found = tokenizers.load(tokenizers.find(path) if tokenizer is None else tokenizer)
+        header = gguf_file.header_of(path)
+        file = tokenizers.find(path) if tokenizer is None else Path(tokenizer)
+        found = tokenizers.load(file, header=header if file == path else None)
         run = choose(kernels, kv_dtype, on_mesh=mesh is not None)
-        return cls(checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh), found)
+        params = checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
+        return cls(params, found)
 
     @property
     def timings(self) -> Timings:

@@ -10,7 +10,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -20,6 +20,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+from jllama.errors import InputError
 
 _MOST = 200_000  # characters of a template
 _STEP = 20  # what an operation costs beside its operands
@@ -34,10 +36,13 @@ _LOOKS = re.compile(  # methods that look for their arguments, and don't write t
     "count|endswith|r?find|r?index|[lr]?strip|r?partition|removeprefix|removesuffix|r?split|startswith"
 )
 _WORD = re.compile("[a-z_]*")
-_WIDE = re.compile(r"%[^a-zA-Z%]*(\*|\d{4})|\{[^{}]*:[^{}]*(\{|\d{4})")  # a field of unknown or great width
+_BITS = 10_000  # of a number
+_WIDE = re.compile(r"%[^a-zA-Z%]*(\*|\d{4})")  # a field of unknown or great width
+_FIELD = re.compile(r"\{[^{}]*.?", re.DOTALL)  # of str.format, with what ends it
+_FIELD_COST = 300
 
 
-class SandboxError(ValueError):
+class SandboxError(InputError):
     """A template that is none, or that doesn't end well."""
 
 
@@ -108,15 +113,15 @@ class _Environment(ImmutableSandboxedEnvironment):
         if self.left < 0:
             raise SandboxError("it takes too long or makes too much")
 
-    def look(self, *values: Any) -> None:
-        """Pay for looking at values with all that they hold."""
+    def look(self, *values: Any) -> int:
+        """Pay for looking at values with all that they hold, and return how much."""
         todo, cost = list(values), _STEP
         while todo:
             value = todo.pop()
             if isinstance(value, str):
                 cost += len(value) >> 2
             elif isinstance(value, int):
-                cost += value.bit_length() >> 3
+                self._check_bits(value.bit_length())
             elif isinstance(value, list | tuple | set | dict):
                 cost += _STEP + len(value)
                 if cost <= self.left:
@@ -124,9 +129,16 @@ class _Environment(ImmutableSandboxedEnvironment):
             elif isinstance(value, Namespace):
                 cost += 50 * _STEP
                 todo.append(value._Namespace__attrs)
+            elif isinstance(value, Sized):
+                cost += len(value)
             if cost > self.left:
                 break
         self.pay(cost)
+        return cost
+
+    def _check_bits(self, bits: int) -> None:
+        if bits > _BITS:
+            raise SandboxError(f"a number has over {_BITS} bits")
 
     def _paid(self, value: Any) -> Any:
         self.look(value)
@@ -134,7 +146,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _loop(self, value: Any) -> Any:
         """Pay for every round of a loop."""
-        if not hasattr(value, "__len__"):
+        if not isinstance(value, Sized):
             return self._counted(value) if isinstance(value, Iterable) else value
         self.pay(_STEP * (1 + len(value)))
         return value
@@ -158,56 +170,64 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)
         def priced(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(self._counted(arg) if isinstance(arg, Iterator) else arg for arg in args)
+            if name == "join":
+                args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
             given = [*args[passes:], *kwargs.values()]
             if name in _SHALLOW:
                 self.pay(_STEP)
                 return function(*args, **kwargs)
-            self.look(*given)
+            cost = self.look(*given)
             if any(type(x) is int and abs(x) > _WIDTH for x in given[1:]):
                 raise SandboxError(f"the filter {name} was given a number over {_WIDTH}")
-            self._foresee(name, given)
+            self._foresee(name, given, cost)
             found = function(*args, **kwargs)
             self.look(found)
             return found
 
         return priced
 
-    def _foresee(self, name: str, given: list[Any]) -> None:
-        """Pay for what a filter or method of a text makes, where that can be much more than it is given."""
+    def _foresee(self, name: str, given: list[Any], cost: int) -> None:
+        """Pay for what a filter or method of a text makes, where that can be much more than the `cost` of `given`."""
         text = given[0] if given and isinstance(given[0], str) else ""
         if name == "join":
             # The filter gets the items first, the method the text between them.
             items, between = (given[1], text) if text and len(given) > 1 else (given[0], [*given, ""][1])
-            self.pay(len(str(between)) * len(items) if hasattr(items, "__len__") else 0)
+            self.pay(len(str(between)) * len(items) if isinstance(items, Sized) else 0)
         elif name == "replace" and len(given) > 2:
             self.pay(text.count(str(given[1])) * len(str(given[2])))
         elif name == "indent":
             self.pay((1 + text.count("\n")) * max([4, *(len(x) if isinstance(x, str) else int(x) for x in given[1:])]))
         elif name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
             self.pay((1 + text.count("\t")) * max([8, *(x for x in given[1:] if isinstance(x, int))]))
-        elif name in ("format", "format_map", "%") and _WIDE.search(text):
-            raise SandboxError("a field of text is too wide")
+        elif name in ("format", "format_map", "%"):
+            fields = [field for field in _FIELD.findall(text) if ":" in field]
+            if _WIDE.search(text) or any(field.endswith("{") or re.search(r"\d{4}", field) for field in fields):
+                raise SandboxError("a field of text is too wide")
+            # One value may fill many fields.
+            self.pay((text.count("%") + text.count("{")) * (_FIELD_COST + cost))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute an operator's value after paying for it."""
-        self.look(left, right)
+        cost = self.look(left, right)
         number, other = (left, right) if isinstance(left, int) else (right, left)
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            self.pay(left.bit_length() * max(0, right))
-        elif operator == "*" and isinstance(number, int) and hasattr(other, "__len__"):
+            self._check_bits(left.bit_length() * right)
+        elif operator == "*" and isinstance(number, int) and isinstance(other, Sized):
             self.pay(len(other) * max(0, number))
         elif operator == "%" and isinstance(left, str):
-            self._foresee("%", [left])
+            self._foresee("%", [left], cost)
         found = super().call_binop(context, operator, left, right)
         self.look(found)
         return found
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function after paying for it."""
-        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        self.look(*args, *kwargs.values(), *([owner] if isinstance(owner, str | list | dict) else []))
+        method = getattr(function, "__wrapped__", function)  # of str.format, which jinja2 wraps
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        cost = self.look(*args, *kwargs.values(), *([owner] if isinstance(owner, str | Sized) else []))
         if isinstance(owner, str):
-            self._foresee(name, [owner, *args])
+            self._foresee(name, [owner, *args], cost)
         found = super().call(context, function, *args, **kwargs)
         self.look(found)
         return found
@@ -215,13 +235,6 @@ class _Environment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may use an attribute; those that make texts by tables are for nothing here."""
         return super().is_safe_attribute(obj, attr, value) and attr not in ("translate", "maketrans", "encode")
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return `str.format` in a sandbox, None for other methods."""
-        wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            self._foresee("format", [str(value.__self__)])
-        return wrapped
 
     def _to_json(
         self,
@@ -278,6 +291,7 @@ class _Priced(NodeTransformer):
         self.generic_visit(node)
         if node.args:
             node.node = _filter("_paid", node.node)
+            node.args = [_filter("_paid", arg) for arg in node.args]
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:

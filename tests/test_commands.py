@@ -67,7 +67,6 @@ def test_words_stand_for_flags(run: Run, model: Path, tmp_path: Path) -> None:
         (["rum", "MODEL"], "unexpected argument 'rum': did you mean run?"),
         (["run", "nosuch.gguf"], "nosuch.gguf: no such file or folder"),
         (["run", "owner/name"], "it would be hf://owner/name"),
-        (["run", "https://example.org/model.bin"], "has to be downloaded first"),
         (["run", "/dev/null"], "a pipe or device"),
         (["run", "--checkpoint=~nobody-here/model.bin"], "~nobody-here/model.bin: no such file"),
     ],

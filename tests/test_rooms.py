@@ -30,16 +30,27 @@ ROOMS = {
     "settings": {"sampling"},
     "runner": {"decode", "mesh", "model", "processes", "settings", "sharding"},
     "generation": {"runner", "settings", "text", "tokenizer"},
-    "llm": {"checkpoint", "decode", "generation", "mesh", "model", "processes", "run", "runner", "settings"}
+    "llm": {
+        "checkpoint",
+        "decode",
+        "generation",
+        "gguf_file",
+        "mesh",
+        "model",
+        "processes",
+        "run",
+        "runner",
+        "settings",
+    }
     | {"tokenizer"},
-    "prompts": {"generation", "settings"},
+    "prompts": {"errors", "generation", "settings"},
     "session": {"chat", "generation", "llm", "runner", "settings"},
     "bench": {"decode", "model", "run", "runner", "sampling", "settings", "tensors", "weights"},
     "report": {"bench"},
     "results": {"prompts"},
     "plan": {"checkpoint", "mesh", "model", "run", "runner"},
-    "cli": {"bench", "chat", "checkpoint", "config", "generation", "kernels", "llm", "model", "prompts", "report"}
-    | {"mesh", "plan", "processes", "results", "run", "session", "settings", "tokenizer"},
+    "cli": {"bench", "chat", "checkpoint", "config", "errors", "generation", "kernels", "llm", "mesh", "model"}
+    | {"plan", "processes", "prompts", "report", "results", "run", "session", "settings", "tokenizer"},
     "__init__": {"checkpoint", "generation", "llm", "session", "settings", "tokenizer"},
     "__main__": {"cli"},
 }

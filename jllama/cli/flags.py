@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -19,6 +20,16 @@ class Flag(NamedTuple):
 
     holder: flags.FlagHolder[Any]
     commands: str
+
+
+def _setting(field: dataclasses.Field[Any]) -> flags.FlagHolder[Any]:
+    """Define the flag of a setting by what its field says of it."""
+    about = field.metadata["about"]
+    if about.kind is str:
+        return flags.DEFINE_multi_string(field.name, [], f"{about.help}; may be repeated")
+    define: Any = flags.DEFINE_integer if about.kind is int else flags.DEFINE_float
+    holder: flags.FlagHolder[Any] = define(field.name, field.default, about.help)
+    return holder
 
 
 # Each group is a paragraph of --help, in this order.
@@ -109,23 +120,7 @@ GROUPS: dict[str, list[Flag]] = {
             "run",
         ),
     ],
-    "Sampling": [
-        Flag(flag, "run chat")
-        for flag in (
-            flags.DEFINE_integer("max_new_tokens", Settings.max_new_tokens, "the most tokens to generate"),
-            flags.DEFINE_float("temperature", Settings.temperature, "0: always the most probable token; 1: as trained"),
-            flags.DEFINE_integer("top_k", Settings.top_k, "sample from the k most probable tokens; 0: off"),
-            flags.DEFINE_float(
-                "top_p", Settings.top_p, "sample from the fewest tokens whose probabilities reach p together; 1: off"
-            ),
-            flags.DEFINE_float(
-                "min_p", Settings.min_p, "sample from tokens with at least p times the top probability; 0: off"
-            ),
-            flags.DEFINE_float("repetition_penalty", Settings.repetition_penalty, "above 1: repeat less; 1: off"),
-            flags.DEFINE_integer("seed", None, "same seed, same text; unset: a new text every time"),
-            flags.DEFINE_multi_string("stop", [], "end the text before this string; may be repeated"),
-        )
-    ],
+    "Sampling": [Flag(_setting(field), "run chat") for field in dataclasses.fields(Settings)],
     "Devices": [
         Flag(
             flags.DEFINE_string(

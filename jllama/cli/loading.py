@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 import time
-from pathlib import Path
 
 import jax
 from absl import logging
@@ -29,48 +27,25 @@ def load() -> tuple[LLM, float]:
     check_devices()
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
-    path = expanded(FLAGS.tokenizer) if FLAGS.tokenizer else hub.local(source())
-    llm = LLM(weights(FLAGS.dtype), tokenizer.load(tokenizer.find(path) if _has_to_be_found(path) else path))
+    path = expanded(FLAGS.tokenizer) if FLAGS.tokenizer else hub.local(FLAGS.checkpoint)
+    found = tokenizer.find(path) if path.is_dir() or not FLAGS.tokenizer else path
+    llm = LLM(weights(FLAGS.dtype), tokenizer.load(found))
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began
 
 
-def _has_to_be_found(path: Path) -> bool:
-    return not FLAGS.tokenizer or path.is_dir()
-
-
-def source() -> str:
-    """Return the checkpoint that was asked for, with `~` as a shell would have it."""
-    return os.path.expanduser(str(FLAGS.checkpoint))
-
-
 def check_source() -> None:
-    """Raise ValueError where the flags name no model, or a file that can't be one."""
+    """Raise ValueError where the flags name no model, or what can't be one."""
     if not FLAGS.checkpoint:
         raise ValueError("--checkpoint is empty: expected a file, a folder, or one of the names in --help")
+    path = expanded(FLAGS.checkpoint)
     if FLAGS.config:
         if FLAGS["checkpoint"].present:
             raise ValueError("pass either --checkpoint or --config, not both")
-        return
-    path = source()
-    if FLAGS.checkpoint in hub.NAMES:
-        if FLAGS["checkpoint"].present and os.path.exists(path):
+    elif FLAGS.checkpoint in hub.NAMES:
+        if FLAGS["checkpoint"].present and path.exists():
             logging.warning("%s is a model's name; the file or folder here is ./%s", path, path)
-    elif not path.startswith("hf:/"):
-        _check_path(path)
-
-
-def _check_path(path: str) -> None:
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        hint = ""
-        if path.startswith(("http://", "https://")):
-            hint = "; addresses are hf://owner/name, anything else has to be downloaded first"
-        elif path.count("/") == 1 and not path.startswith((".", "/")):
-            hint = f"; on the Hugging Face Hub it would be hf://{path}"
-        raise ValueError(f"{path}: no such file or folder{hint}") from None
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    elif path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path}: a pipe or device; expected a file, whose parts can be read in any order")
 
 
@@ -101,4 +76,4 @@ def weights(dtype: str) -> Params:
     if FLAGS.config:
         dtype = "float32" if dtype == "auto" else dtype
         return checkpoint.random(config.from_toml(expanded(FLAGS.config)), dtype=dtype, run=run, mesh=on)
-    return checkpoint.load(source(), dtype=dtype, rope_theta=FLAGS.rope_theta, run=run, mesh=on)
+    return checkpoint.load(FLAGS.checkpoint, dtype=dtype, rope_theta=FLAGS.rope_theta, run=run, mesh=on)

@@ -8,6 +8,8 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from jllama.errors import printable
+
 if TYPE_CHECKING:
     from jllama.llm import LLM
 
@@ -37,7 +39,7 @@ def json_line(value: Any) -> str:
 
 def one_line(text: str) -> str:
     """Return a message in one line, with what isn't printable escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    return printable(" ".join(text.split()))
 
 
 def note(message: object) -> None:

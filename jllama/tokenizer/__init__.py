@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jllama.gguf_file import Header
-from jllama.tokenizer.base import Tokenizer, TokenizerError, printable
+from jllama.tokenizer.base import Tokenizer, TokenizerError
 from jllama.tokenizer.beside import find
 
 __all__ = ["Tokenizer", "TokenizerError", "find", "load"]
@@ -54,7 +54,7 @@ def load(path: str | Path, *, header: Header | None = None) -> Tokenizer:
     except TokenizerError:
         raise
     except ValueError as e:  # from what knows no file
-        raise TokenizerError(f"{path}: {printable(e)}") from e
+        raise TokenizerError(f"{path}: {e}") from e
     expected = " or ".join(name for name, _ in formats)
     begins = f"begins {head[:16]!r}" if head else "is empty"
     if head.startswith(_LFS):

@@ -1,4 +1,4 @@
-"""`Tokenizer`, what every format makes; its errors; and how they show what a file says."""
+"""`Tokenizer`, what every format makes; its errors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Required, TypedDict
 
 from absl import logging
 
-from jllama.errors import InputError
+from jllama.errors import InputError, listed
 from jllama.text import StreamDecoder
 from jllama.tokenizer.special import Special
 
 Pieces = Sequence[tuple[bytes, bytes]]
 
-_SHOWN = 5  # problems of a file that a message names
-_LONGEST = 300  # characters of another program's message that are repeated
 _LONE = re.compile("[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]")
 
 
@@ -198,21 +196,7 @@ def is_id(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**22  # far above any vocabulary's, and a list so long still fits
 
 
-def shown(value: object, longest: int = 40) -> str:
-    """Return what a file says as a message shows it: escaped, on one line and short."""
-    text = repr(value[: longest + 1] if isinstance(value, str | bytes) else value)
-    return printable(text if len(text) <= longest + 20 else f"{text[:longest]}...")
-
-
-def printable(text: object, longest: int = _LONGEST) -> str:
-    """Return another program's message on one line, with everything escaped that is no plain character."""
-    text = str(text)[: longest + 1]
-    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return escaped if len(escaped) <= longest else f"{escaped[:longest]}..."
-
-
 def raise_all(problems: Sequence[str], path: object) -> None:
-    """Raise one `TokenizerError` for the problems of a file, if there are any: the first few, and how many more."""
+    """Raise one `TokenizerError` for the problems of a file, if there are any."""
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise TokenizerError(f"{path}: {'; '.join(problems[:_SHOWN])}{more}")
+        raise TokenizerError(f"{path}: {listed(problems)}")

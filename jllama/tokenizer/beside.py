@@ -11,7 +11,8 @@ from typing import Any
 from absl import logging
 
 from jllama import gguf_file
-from jllama.tokenizer.base import TokenizerError, is_id, printable, shown
+from jllama.errors import quoted
+from jllama.tokenizer.base import TokenizerError, is_id
 from jllama.tokenizer.special import ENDS
 
 TOKENIZERS = ("tokenizer.bin", "tok512.bin", "tokenizer.json", "tokenizer.model", "vocab.json")
@@ -56,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_text(path))
     except (ValueError, RecursionError) as e:
-        raise e if isinstance(e, TokenizerError) else TokenizerError(f"{path}: damaged JSON: {printable(e)}") from e
+        raise e if isinstance(e, TokenizerError) else TokenizerError(f"{path}: damaged JSON: {e}") from e
     if not isinstance(found, dict):
         raise TokenizerError(f"{path}: holds a JSON {type(found).__name__}; expected an object")
     return found
@@ -112,7 +113,7 @@ class Beside:
             found = fields.get(key)
             numbers = found if isinstance(found, list) else [] if found is None else [found]
             if not all(map(is_id, numbers)):
-                raise TokenizerError(f"{self.folder / name}: {key} is {shown(found)}; expected a token id, or some")
+                raise TokenizerError(f"{self.folder / name}: {key} is {quoted(found)}; expected a token id, or some")
             if numbers:
                 return numbers
         return []
@@ -147,10 +148,10 @@ class Beside:
             found = {i: {"content": text} for text, i in plain.items()}
             found |= {int(i): {**token} for i, token in listed.items()}
         except (AttributeError, TypeError, ValueError) as e:
-            raise TokenizerError(f"{self.folder}: the list of added tokens is damaged: {printable(e)}") from e
+            raise TokenizerError(f"{self.folder}: the list of added tokens is damaged: {e}") from e
         for i, token in found.items():
             if not is_id(i) or not isinstance(token.get("content"), str):
-                raise TokenizerError(f"{self.folder}: {shown(token.get('content'))} was added with the id {shown(i)}")
+                raise TokenizerError(f"{self.folder}: {quoted(token.get('content'))} was added with the id {quoted(i)}")
         return found
 
     def template(self) -> tuple[str, str] | None:

@@ -10,7 +10,8 @@ from typing import Any, Unpack
 import tokenizers
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 
-from jllama.tokenizer.base import Ids, Pieces, Tokenizer, TokenizerError, printable, raise_all, shown, valid
+from jllama.errors import quoted
+from jllama.tokenizer.base import Ids, Pieces, Tokenizer, TokenizerError, raise_all, valid
 
 Merges = list[tuple[str, str]]
 
@@ -84,7 +85,7 @@ def library_errors(where: object) -> Iterator[None]:
     except BaseException as e:
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise
-        raise TokenizerError(f"{where}: {printable(e)}") from e
+        raise TokenizerError(f"{where}: {e}") from e
 
 
 def bpe(vocab: dict[str, int], merges: Merges, path: object, **options: Any) -> tokenizers.Tokenizer:
@@ -143,7 +144,7 @@ def parse_merges(lines: Sequence[str], path: object, place: str, first: int = 0)
     """
     merges = [tuple(line.split(" ")) for line in lines]
     problems = [
-        f"{place} {first + i} is {shown(lines[i])}, expected two tokens and a space between them"
+        f"{place} {first + i} is {quoted(lines[i])}, expected two tokens and a space between them"
         for i, merge in enumerate(merges)
         if len(merge) != 2 or not merge[0] or not merge[1]
     ]

@@ -14,9 +14,10 @@ import numpy as np
 from absl import logging
 
 from jllama import gguf_file
+from jllama.errors import quoted
 from jllama.gguf_file import GGUFError, Header
 from jllama.tokenizer import sentencepiece
-from jllama.tokenizer.base import Tokenizer, TokenizerError, raise_all, shown
+from jllama.tokenizer.base import Tokenizer, TokenizerError, raise_all
 from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, BPETokenizer, build, parse_merges
 from jllama.tokenizer.pieces import (
     BYTE_KIND,
@@ -103,7 +104,7 @@ def from_metadata(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     made = {"gpt2": _bpe, "llama": _sentencepiece}
     model = metadata.get(_KEY + "model")
     if not isinstance(model, str) or model not in made:
-        raise TokenizerError(f"{path}: {_KEY}model is {shown(model)}; expected {' or '.join(map(repr, made))}")
+        raise TokenizerError(f"{path}: {_KEY}model is {quoted(model)}; expected {' or '.join(map(repr, made))}")
     return made[model](_fields(metadata, path), path)
 
 
@@ -146,10 +147,10 @@ def _fields(metadata: Mapping[str, Any], path: Path) -> _Fields:
             if name == "bos_token_id" and type(found) is int and not metadata.get(_KEY + "add_bos_token", True):
                 logging.warning("%s: %s%s is %d, which is no token: done without", path, _KEY, name, found)
             else:
-                problems.append(f"{_KEY}{name} is {shown(found)}; expected 0 to {len(tokens) - 1}")
+                problems.append(f"{_KEY}{name} is {quoted(found)}; expected 0 to {len(tokens) - 1}")
     for name in ("add_bos_token", "add_space_prefix"):
         if not isinstance(found := metadata.get(_KEY + name, True), bool):
-            problems.append(f"{_KEY}{name} is {shown(found)}; expected true or false")
+            problems.append(f"{_KEY}{name} is {quoted(found)}; expected true or false")
     raise_all(problems, path)
     eos, *others, bos = (metadata.get(_KEY + name) for name in _IDS)
     bos = bos if bos is not None and bos < len(tokens) else None
@@ -232,7 +233,7 @@ def _pre(fields: _Fields, path: Path) -> _Pre:
     """How text is split. GPT-2's own files came before the key did."""
     name = fields.get("pre", "gpt-2" if fields.metadata.get("general.architecture") == "gpt2" else None)
     if not isinstance(name, str) or name not in _PRE:
-        raise TokenizerError(f"{path}: {_KEY}pre is {shown(name)}; expected one of {', '.join(_PRE)}")
+        raise TokenizerError(f"{path}: {_KEY}pre is {quoted(name)}; expected one of {', '.join(_PRE)}")
     return _PRE[name]
 
 

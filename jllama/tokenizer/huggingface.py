@@ -13,8 +13,9 @@ from typing import Any
 
 import tokenizers
 
+from jllama.errors import quoted
 from jllama.tokenizer import limits
-from jllama.tokenizer.base import Ids, Tokenizer, TokenizerError, is_id, raise_all, shown
+from jllama.tokenizer.base import Ids, Tokenizer, TokenizerError, is_id, raise_all
 from jllama.tokenizer.beside import Beside, read_json, read_text
 from jllama.tokenizer.bpe import (
     GPT2_SPLIT,
@@ -63,7 +64,7 @@ def read(path: Path) -> Tokenizer:
     if spec and all(map(is_id, spec.values())):
         return _read_vocab(spec, path)
     raise TokenizerError(
-        f"{path}: JSON with {', '.join(map(shown, list(spec)[:5]))}; expected tokenizer.json or vocab.json"
+        f"{path}: JSON with {', '.join(map(quoted, list(spec)[:5]))}; expected tokenizer.json or vocab.json"
     )
 
 
@@ -112,13 +113,13 @@ def _check(spec: Mapping[str, Any], path: Path) -> None:
     """Raise for a model that is not byte-pair encoding, and for fields of other types than they should be."""
     model, added = spec["model"], spec.get("added_tokens") or []
     if model.get("type", "BPE") != "BPE":
-        raise TokenizerError(f"{path}: model.type is {shown(model['type'])}; expected 'BPE', or a tokenizer.model")
+        raise TokenizerError(f"{path}: model.type is {quoted(model['type'])}; expected 'BPE', or a tokenizer.model")
     problems = []
     vocab, unknown = model.get("vocab"), model.get("unk_token")
     if not isinstance(vocab, dict) or not all(map(is_id, vocab.values())):
         problems.append("model.vocab is no object of ids")
     elif unknown is not None and (not isinstance(unknown, str) or unknown not in vocab):
-        problems.append(f"model.unk_token is {shown(unknown)}, expected one of model.vocab")
+        problems.append(f"model.unk_token is {quoted(unknown)}, expected one of model.vocab")
     if not isinstance(model.get("merges", []), list):
         problems.append("model.merges is no list")
     if not isinstance(added, list) or not all(
@@ -159,7 +160,7 @@ def _prefix(processor: Any, ids: Mapping[str, int], path: Path) -> tuple[int, ..
                     break
                 prefix += node["special_tokens"].get(part["SpecialToken"]["id"], {"ids": [-1]})["ids"]
             if not set(prefix) <= set(ids.values()):
-                raise TokenizerError(f"{path}: post_processor begins a text with {shown(prefix)}; expected token ids")
+                raise TokenizerError(f"{path}: post_processor begins a text with {quoted(prefix)}; expected token ids")
             return tuple(prefix)
     return None
 
@@ -227,7 +228,7 @@ def _read_vocab(vocab: dict[str, int], path: Path) -> Tokenizer:
     beside = Beside(path.parent)
     if (name := beside.config.get("tokenizer_class", "GPT2Tokenizer")) not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
         raise TokenizerError(
-            f"{path}: the tokenizer of a {shown(name)}; expected GPT-2's, or a tokenizer.json beside it"
+            f"{path}: the tokenizer of a {quoted(name)}; expected GPT-2's, or a tokenizer.json beside it"
         )
     ends = beside.ends(vocab)
     bos = next(iter(beside.ids("bos", vocab)), None)

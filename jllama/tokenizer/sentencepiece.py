@@ -10,8 +10,9 @@ from typing import NamedTuple, Unpack
 import numpy as np
 from sentencepiece import SentencePieceProcessor
 
+from jllama.errors import quoted
 from jllama.tokenizer import proto
-from jllama.tokenizer.base import Ids, Tokenizer, TokenizerError, printable, raise_all, shown, valid
+from jllama.tokenizer.base import Ids, Tokenizer, TokenizerError, raise_all, valid
 from jllama.tokenizer.beside import Beside
 from jllama.tokenizer.pieces import BYTE_KIND, CONTROL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, SpacedPieces, byte_of
 from jllama.tokenizer.special import LOOKS_CONTROL, Special
@@ -82,7 +83,7 @@ class _Added(NamedTuple):
             text = token["content"]
             if i < len(pieces):
                 if pieces[i] != text:
-                    problems.append(f"token {i} is {shown(pieces[i])}, and {shown(text)} in the files beside it")
+                    problems.append(f"token {i} is {quoted(pieces[i])}, and {quoted(text)} in the files beside it")
             elif token.get("special") or LOOKS_CONTROL.fullmatch(text):
                 control[text] = i
             else:
@@ -155,9 +156,7 @@ def processor(model: bytes, path: object) -> SentencePieceProcessor:
     try:
         sp.LoadFromSerializedProto(model)
     except RuntimeError as e:
-        raise TokenizerError(
-            f"{path}: damaged or cut short: sentencepiece refuses its {len(model)} bytes: {printable(e)}"
-        ) from e
+        raise TokenizerError(f"{path}: damaged or cut short: sentencepiece refuses its {len(model)} bytes: {e}") from e
     return sp
 
 
@@ -202,11 +201,11 @@ def _problems(pieces: Sequence[bytes], scores: Sequence[float]) -> Iterator[str]
         seen: dict[bytes, int] = {}
         for i, (piece, score) in enumerate(zip(pieces, scores, strict=True)):
             if not math.isfinite(score):
-                yield f"token {i} ({shown(piece)}) has score {score}; expected a finite number"
+                yield f"token {i} ({quoted(piece)}) has score {score}; expected a finite number"
             if not _plain([piece]):
-                yield f"token {i} ({shown(piece)}); expected UTF-8 text without NUL"
+                yield f"token {i} ({quoted(piece)}); expected UTF-8 text without NUL"
             if (twin := seen.setdefault(piece, i)) != i:
-                yield f"token {i} ({shown(piece)}) is the same as token {twin}; expected each text once"
+                yield f"token {i} ({quoted(piece)}) is the same as token {twin}; expected each text once"
 
 
 def _plain(pieces: Sequence[bytes]) -> bool:

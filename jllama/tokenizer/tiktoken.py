@@ -10,7 +10,8 @@ import base64
 import re
 from pathlib import Path
 
-from jllama.tokenizer.base import Tokenizer, TokenizerError, raise_all, shown
+from jllama.errors import quoted
+from jllama.tokenizer.base import Tokenizer, TokenizerError, raise_all
 from jllama.tokenizer.bpe import LLAMA3_SPLIT, BPETokenizer, Merges, build
 from jllama.tokenizer.pieces import BytePieces, alphabet
 from jllama.tokenizer.special import Special
@@ -69,14 +70,14 @@ def _parse(path: Path) -> list[bytes]:
     problems = []
     for number, line in enumerate(path.read_bytes().splitlines()):
         if not (match := _LINE.fullmatch(line)):
-            problems.append(f"line {number + 1} is {shown(line)}, expected base64 and a number")
+            problems.append(f"line {number + 1} is {quoted(line)}, expected base64 and a number")
             continue
         if match[2] != b"%d" % number:
-            problems.append(f"line {number + 1} has the id {shown(match[2].decode())}, expected {number}")
+            problems.append(f"line {number + 1} has the id {quoted(match[2].decode())}, expected {number}")
         try:
             tokens.append(base64.b64decode(match[1], validate=True))
         except ValueError as e:
-            problems.append(f"line {number + 1} has {shown(match[1])}, expected base64: {e}")
+            problems.append(f"line {number + 1} has {quoted(match[1])}, expected base64: {e}")
             continue
         if len(tokens[-1]) > _LONGEST:
             problems.append(f"line {number + 1} has a token of {len(tokens[-1])} bytes, expected {_LONGEST} at most")
