@@ -62,6 +62,9 @@ def read_prompt(
     prompt ends in this block gets its first token.
     """
     block = lax.dynamic_slice_in_dim(state.tokens, first, width, axis=1)
+    # Of a row that ends before the block all is padding: it is replaced here, as `prefill` does where some of it is.
+    own = jnp.take_along_axis(state.tokens, state.pos[:, None], axis=1)
+    block = jnp.where((state.pos < first)[:, None], own, block)
     length = state.pos + 1 - first
     logits, cache = prefill(params, state.cache, block, length, first)
     return _extend(state._replace(cache=cache), logits, sampling, stop, ~state.done & (length > 0) & (length <= width))
