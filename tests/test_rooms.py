@@ -15,6 +15,7 @@ ROOMS = {
     "model": {"config", "native", "quant"},
     "sampling": set(),
     "decode": {"model", "sampling"},
+    "rows": {"decode"},
     "sharding": {"config", "decode", "model", "quant", "sampling"},
     "text": set(),
     "gguf_file": set(),
