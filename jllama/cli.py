@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     try:
         if unexpected := FLAGS(argv)[1:]:
             raise ValueError(f"unexpected argument {unexpected[0]!r}: everything is a --flag=value")
-        if FLAGS.compile_cache:
+        if FLAGS.compile_cache and (FLAGS.mesh or FLAGS.mode == "bench"):  # which keep no programs by themselves
             jax.config.update("jax_compilation_cache_dir", FLAGS.compile_cache)  # type: ignore[no-untyped-call]
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]
         if FLAGS.help:
@@ -264,7 +264,7 @@ def perplexity() -> None:
     score = llm.score(text)
     _print_score(llm, score)
     if llm.dtype != "float32":
-        exact = LLM(_prepared("float32"), llm.tokenizer)
+        exact = LLM(_prepared("float32"), llm.tokenizer, compile_cache=FLAGS.compile_cache)
         expected = exact.score(text)
         _print_score(exact, expected)
         print(f"greedy agreement with float32: {np.mean(score.best == expected.best):.2%}")
@@ -347,7 +347,7 @@ def _load() -> tuple[LLM, float]:
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
     path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(hub.local(FLAGS.checkpoint))
-    llm = LLM(_prepared(FLAGS.dtype), tokenizer.load(path))
+    llm = LLM(_prepared(FLAGS.dtype), tokenizer.load(path), compile_cache=FLAGS.compile_cache)
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began
 

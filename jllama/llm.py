@@ -11,12 +11,13 @@ from typing import Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from jllama import checkpoint, decode, generation, sharding
+from jllama import checkpoint, generation, sharding
 from jllama import tokenizer as tokenizers
 from jllama.checkpoint import hub
 from jllama.config import KVDtype
 from jllama.generation import Completion, Prompt, Row
 from jllama.model import Params
+from jllama.programs import SCORE
 from jllama.quant import dtype_name
 from jllama.runner import Runner, Timings, prepare
 from jllama.settings import Overrides, Settings
@@ -62,8 +63,8 @@ def check_batch_size(batch_size: int) -> None:
 class LLM:
     """A model, its tokenizer, and the programs compiled for them so far."""
 
-    def __init__(self, params: Params, tokenizer: Tokenizer) -> None:
-        """Join a model and a tokenizer.
+    def __init__(self, params: Params, tokenizer: Tokenizer, *, compile_cache: str | Path | None = None) -> None:
+        """Join a model and a tokenizer; `compile_cache` as for `load`.
 
         Raises:
           ValueError: they disagree on the size of the vocabulary.
@@ -76,7 +77,7 @@ class LLM:
             )
         self.params = params
         self.tokenizer = tokenizer
-        self.runner = Runner(params)
+        self.runner = Runner(params, compile_cache)
 
     @classmethod
     def load(
@@ -89,6 +90,7 @@ class LLM:
         mesh: str | Mesh | None = None,
         kernels: str = "auto",
         kv_dtype: KVDtype = "float32",
+        compile_cache: str | Path | None = None,
     ) -> LLM:
         """Load a checkpoint and its tokenizer.
 
@@ -101,6 +103,8 @@ class LLM:
             None: the default device.
           kernels: "xla", "native" or "auto", as for `runner.prepare`.
           kv_dtype: of the keys and values kept: "float32" or "bfloat16".
+          compile_cache: a folder of your own, where compiled programs of a single device are kept for the next start;
+            None: nowhere.
 
         Raises:
           CheckpointError: the checkpoint can't be read.
@@ -112,7 +116,8 @@ class LLM:
         path = hub.local(path)
         found = tokenizers.load(tokenizers.find(path) if tokenizer is None else tokenizer)
         params = checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, mesh=mesh)
-        return cls(prepare(params, kernels=kernels, kv_dtype=kv_dtype), found)
+        params = prepare(params, kernels=kernels, kv_dtype=kv_dtype)
+        return cls(params, found, compile_cache=compile_cache)
 
     @property
     def timings(self) -> Timings:
@@ -217,7 +222,7 @@ class LLM:
         windows = np.pad(windows, ((0, 0), (0, 0), (1, 0)), constant_values=self.tokenizer.bos)
         with self.runner.timed("prompt"):
             blocks = [self.runner.put(window, sharding.ROWS) for window in windows]
-            scored = [sharding.get(self.runner.call(decode.compiled_score, self.params, block)) for block in blocks]
+            scored = [sharding.get(self.runner.call(SCORE, block)) for block in blocks]
         self.timings.prompt_tokens += len(ids)
         logprobs, best = (np.concatenate([np.ravel(s) for s in part])[: len(ids)] for part in zip(*scored, strict=True))
         if not np.isfinite(logprobs).all():

@@ -52,13 +52,14 @@ def regroup(state: State, rows: jax.Array, slots: int) -> State:
 def _heads(state: State, rows: jax.Array) -> jax.Array:
     """Return where the K heads of rows `[b]` lie in the cache's leaves, `[b * K]`."""
     k = jax.tree.leaves(state.cache)[0].shape[-3] // state.pos.shape[0]
-    return (rows[:, None] * k + jnp.arange(k, dtype=jnp.int32)[None]).reshape(-1)
+    heads: jax.Array = (rows[:, None] * k + jnp.arange(k, dtype=jnp.int32)[None]).reshape(-1)
+    return heads
 
 
 def _fit(x: jax.Array, axis: int, slots: int) -> jax.Array:
     """Cut or pad one axis of `x`."""
     axis %= x.ndim
-    if x.shape[axis] >= slots:
-        return jax.lax.slice_in_dim(x, 0, slots, axis=axis)
-    more = slots - x.shape[axis]
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+    more = max(slots - x.shape[axis], 0)
+    padded = jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+    cut: jax.Array = jax.lax.slice_in_dim(padded, 0, slots, axis=axis)
+    return cut

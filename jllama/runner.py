@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jllama import decode, native, sharding
 from jllama.config import KVDtype
 from jllama.decode import Stop
 from jllama.model import Params
+from jllama.programs import DECODE, READ_PROMPT, REGROUP, START, Program, Programs
 from jllama.quant import dtype_name
 from jllama.settings import Settings, to_sampling
 
@@ -54,15 +56,15 @@ class Timings:
 
 
 class Runner:
-    """A model with the programs that were compiled for it so far, by function and shape."""
+    """A model with its programs, and the time that they took."""
 
-    def __init__(self, params: Params) -> None:
+    def __init__(self, params: Params, compile_cache: str | Path | None = None) -> None:
+        """Take a model; programs are kept in the folder `compile_cache`, or in memory alone."""
         self.params = params
         self.mesh = sharding.mesh_of(params)
         self.shards = sharding.shape_of(self.mesh).data  # that the rows of a batch are divided into
-        self._on_mesh = sharding.programs(params)
         self.timings = Timings()
-        self._programs: dict[Any, Any] = {}
+        self._programs = Programs(params, compile_cache)
 
     def check(self, ids: Sequence[int]) -> None:
         """Raise ValueError for a prompt that the model can't read: no tokens, too many, or not of its vocabulary."""
@@ -74,17 +76,11 @@ class Runner:
         if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
             raise ValueError(f"token id {wrong[0]}: expected 0 to {config.vocab_size - 1}, the model's vocabulary")
 
-    def call(self, function: Any, *args: Any, **static: Any) -> Any:
-        """Call a jitted function; compile it first where that was not done for these shapes."""
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return function(*args, **static)
-        function = self._on_mesh.get(function, function)
-        key = (function, *map(np.shape, jax.tree.leaves(args)), *static.values())
-        if (program := self._programs.get(key)) is None:
-            began = time.perf_counter()
-            program = self._programs[key] = function.lower(*args, **static).compile()
-            self.timings.compile_seconds += time.perf_counter() - began
-        return program(*args)
+    def call(self, program: Program, *args: Any, **static: Any) -> Any:
+        """Run a program of `programs` on arrays; it adds the model."""
+        result = self._programs.call(program, *args, **static)
+        self.timings.compile_seconds = self._programs.seconds
+        return result
 
     def put(self, tree: Any, where: Any) -> Any:
         """Lay host arrays out as `where` says: a tree of specs of `sharding`, or one for all."""
@@ -155,7 +151,7 @@ class Batch:
         width = block_width(rows // self._runner.shards, longest - begin)
         blocks = range(begin, longest, width)
         slots = cache_slots(max(longest + 1, blocks[-1] + width))
-        call, put, params = self._runner.call, self._runner.put, self._runner.params
+        call, put = self._runner.call, self._runner.put
         with self._runner.timed("prompt"):
             cache = None
             if kept is not None:
@@ -165,12 +161,9 @@ class Batch:
             for row, ids in zip(tokens, prompts, strict=False):
                 row[: len(ids)] = ids
             tokens, length = put((tokens, self._taken), sharding.ROWS)
-            state = call(decode.compiled_start, params, tokens, length, self._stop, cache)
+            state = call(START, tokens, length, self._stop, cache)
             for first in blocks:
-                state = call(
-                    decode.compiled_read_prompt,
-                    params, state, self._sampling, self._stop, np.int32(first), width=width,
-                )  # fmt: skip
+                state = call(READ_PROMPT, state, self._sampling, self._stop, np.int32(first), width=width)
             self._fetch(state)
         self._runner.timings.prompt_tokens += sum(map(len, prompts)) - begin
 
@@ -183,7 +176,9 @@ class Batch:
     def _grown(self, state: decode.State, slots: int) -> decode.State:
         if state.tokens.shape[1] == slots:
             return state
-        grown: decode.State = self._runner.call(decode.compiled_grow, state, slots=slots)
+        rows = np.arange(len(self._taken) // self._runner.shards, dtype=np.int32)
+        everywhere = self._runner.put(np.tile(rows, self._runner.shards), sharding.ROWS)
+        grown: decode.State = self._runner.call(REGROUP, state, everywhere, slots=slots)
         return grown
 
     def _fetch(self, state: decode.State) -> None:
@@ -193,14 +188,13 @@ class Batch:
 
     def advance(self, steps: int) -> None:
         """Generate up to `steps` tokens in each row that isn't done."""
-        call, params = self._runner.call, self._runner.params
         slots, before = self._tokens.shape[1], self._pos.sum()
         steps = int(self._runner.agree(np.int32(steps)))
         with self._runner.timed("decode"):
             is_full = self._pos[~self.done].max(initial=0) + 1 >= slots
             state = self._grown(self._state, 2 * slots if is_full else slots)
             state = state._replace(done=self._runner.put(self.done, sharding.ROWS))
-            self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
+            self._fetch(self._runner.call(DECODE, state, self._sampling, self._stop, np.int32(steps)))
         self._runner.timings.decode_tokens += int(self._pos.sum() - before)
 
     def take(self, row: int) -> tuple[list[int], list[float]]:

@@ -21,7 +21,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jllama import decode
 from jllama.config import Config
 from jllama.decode import State, Stop
 from jllama.model import Layer, Params
@@ -257,26 +256,6 @@ def over(
         return mapped(*args)
 
     return jax.jit(run, static_argnames=static, donate_argnums=donate)
-
-
-def programs(params: Params) -> dict[Any, Any]:
-    """Return what stands for each compiled function of `decode` where the model lies on a mesh; {} where on none."""
-    if (mesh := mesh_of(params)) is None:
-        return {}
-    weights = specs(params)
-    return {
-        decode.compiled_start: over(
-            mesh, decode.start, (weights, ROWS, ROWS, STOP, STATE.cache), STATE, donate=(4,)
-        ),
-        decode.compiled_read_prompt: over(
-            mesh, decode.read_prompt, (weights, STATE, SAMPLING, STOP, WHOLE), STATE, static="width", donate=(1,)
-        ),
-        decode.compiled_decode: over(
-            mesh, decode.decode, (weights, STATE, SAMPLING, STOP, WHOLE), STATE, donate=(1,)
-        ),
-        decode.compiled_grow: over(mesh, decode.grow, (STATE,), STATE, static="slots"),
-        decode.compiled_score: over(mesh, decode.score, (weights, ROWS), (ROWS, ROWS)),
-    }  # fmt: skip
 
 
 def put(mesh: Mesh | None, tree: Any, where: Any) -> Any:

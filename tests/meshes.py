@@ -142,7 +142,7 @@ def batch(name: str, dtype: str, text: str | None, steps: int) -> dict[str, Any]
         rows.advance(steps)
     ids = [rows.take(i)[0] for i in range(5)]
     cache = rows._state.cache.k[0]
-    programs = list(runner._programs.values())  # start, read_prompt, decode
+    programs = list(runner._programs._compiled.values())  # start, read_prompt, decode
     loop = programs[-1]
     return {
         "ids": ids,

@@ -11,7 +11,8 @@ import pytest
 import tiny
 
 from jllama import decode
-from jllama.decode import Stop, compiled_decode, compiled_grow, compiled_read_prompt, generate, start
+from jllama.decode import Stop, generate, start
+from jllama.programs import DECODE, READ_PROMPT
 from jllama.runner import Batch, Runner
 from jllama.settings import Settings
 
@@ -185,8 +186,8 @@ def programs(rows: int, slots: int = 256):
     length = jnp.full(rows, 4, jnp.int32)
     stop = Stop(NONE, length + 10)
     state = start(params, jnp.zeros((rows, slots), jnp.int32), length, stop)
-    read = compiled_read_prompt.lower(params, state, tiny.greedy(rows), stop, np.int32(0), width=16).compile()
-    loop = compiled_decode.lower(params, state, tiny.greedy(rows), stop, np.int32(5)).compile()
+    read = READ_PROMPT.jitted.lower(params, state, tiny.greedy(rows), stop, np.int32(0), width=16).compile()
+    loop = DECODE.jitted.lower(params, state, tiny.greedy(rows), stop, np.int32(5)).compile()
     return read, loop, state, params.config
 
 
@@ -224,23 +225,10 @@ def timed(run, x: jax.Array) -> float:
     return time.perf_counter() - began
 
 
-def test_growing_keeps_what_is_there() -> None:
-    params, _ = tiny.model("gqa")
-    length = jnp.array([3, 1], jnp.int32)
-    state = start(params, tiny.ids(params.config, 2, 8), length, Stop(NONE, length))
-    state = state._replace(cache=jax.tree.map(lambda leaf: leaf + 1, state.cache))
-    grown = compiled_grow(state, slots=16)
-    assert grown.tokens.shape == grown.logprobs.shape == (2, 16)
-    for old, new in zip(jax.tree.leaves(state.cache), jax.tree.leaves(grown.cache), strict=True):
-        np.testing.assert_array_equal(new[:, :8], old)
-        assert new.shape[1] == 16
-        assert not new[:, 8:].any()
-
-
 def test_score_equals_the_oracle() -> None:
     params, weights = tiny.model("llama3")
     tokens = tiny.ids(params.config, 3, 30)
-    logprobs, best = decode.compiled_score(params, tokens)
+    logprobs, best = jax.jit(decode.score)(params, tokens)
     for row in range(3):
         expected = oracle.forward(weights, params.config, tokens[row])[:-1]
         np.testing.assert_allclose(logprobs[row], log_softmax(expected)[np.arange(29), tokens[row, 1:]], atol=1e-4)

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from console import Run, error
 
-from jllama import LLM, Prompt, Settings, decode, native
+from jllama import LLM, Prompt, Settings, decode, native, programs
 from jllama.config import Config
 from jllama.decode import Stop
 from jllama.model import Params, init_cache, step
@@ -166,7 +166,7 @@ def test_the_compiled_loop_copies_no_cache() -> None:
     rows, slots = 4, 64
     stop = Stop(jnp.array([-1], jnp.int32), jnp.full(rows, slots, jnp.int32))
     state = decode.start(params, jnp.ones((rows, slots), jnp.int32), jnp.ones(rows, jnp.int32), stop)
-    text = decode.compiled_decode.lower(params, state, tiny.greedy(rows), stop, np.int32(4)).compile().as_text()
+    text = programs.DECODE.jitted.lower(params, state, tiny.greedy(rows), stop, np.int32(4)).compile().as_text()
     shape = re.escape(f"f32[{rows * params.config.n_kv_heads},{slots},{params.config.head_dim}]")
     assert "jllama_attend" in text
     assert not re.search(rf"= {shape}\S* copy\(", text)
