@@ -258,7 +258,7 @@ class _Bench:
         """Compile the reading of prompts of one length: the function, and the seconds it took to compile."""
         state, stop = self._state(batch, prompt - 1, cache_slots(prompt + 1))
         sampling = to_sampling([Settings(temperature=0.0)] * batch)
-        width = block_width(batch, prompt)
+        width = block_width(batch, prompt, cache_slots(prompt + 1) * self.params.config.n_heads)
         began = time.perf_counter()
         program = programs.READ_PROMPT.jitted.lower(
             self.params, state, sampling, stop, np.int32(0), width=width

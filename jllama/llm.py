@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
@@ -15,8 +14,9 @@ from jllama import checkpoint, generation, sharding
 from jllama import tokenizer as tokenizers
 from jllama.checkpoint import hub
 from jllama.config import KVDtype
-from jllama.generation import Completion, Prompt, Row
+from jllama.generation import Answer, Completion, Prompt
 from jllama.model import Params
+from jllama.pool import Pool
 from jllama.programs import SCORE
 from jllama.quant import dtype_name
 from jllama.runner import Runner, Timings, prepare
@@ -26,7 +26,6 @@ from jllama.tokenizer import Tokenizer
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
 _SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
 _MAX_BATCH = 2**16
-_WINDOW_BATCHES = 16  # batches whose prompts are sorted together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,32 +154,47 @@ class LLM:
             raise ValueError("prompts is a single string: expected a list of them")
         default = Settings(**settings)
         requests = [p if isinstance(p, Prompt) else Prompt(p, default) for p in prompts]
-        for request in requests:
-            self.encode(request)
-        return list(self.complete(requests, batch_size=batch_size))
+        check_batch_size(batch_size)
+        answers = [self._answer(request) for request in requests]
+        return list(self._complete(iter(answers), batch_size))
 
     def complete(
-        self, prompts: Iterable[Prompt], *, batch_size: int = 8, progress: Callable[[int], object] = lambda n: None
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        batch_size: int = 8,
+        ready: Callable[[], bool] = lambda: True,
+        progress: Callable[[int], object] = lambda n: None,
     ) -> Iterator[Completion]:
-        """Continue any number of prompts, in order, holding a window of some of them at a time.
+        """Continue any number of prompts, and yield the completions in order, each as soon as it is there.
 
-        The prompts of a window are sorted by length, so that those of a batch are alike, and come back in order when
-        the window is done. `progress` is called after each batch, with its number of prompts.
+        Args:
+          prompts: read as they are needed, and at most 16 batches ahead of the completion that is due.
+          batch_size: how many prompts share a step; the place of one that ends is taken by the next.
+          ready: whether the next prompt can be had without waiting, where they come from a pipe: without one, the
+            others go on.
+          progress: called with the number of prompts that were completed since the last call.
 
         Raises:
-          ValueError: a wrong batch size, or a prompt longer than the context; windows before it are done.
+          ValueError: a wrong batch size, or a prompt longer than the context, after the completions of those before it.
           FloatingPointError: the model's logits are not finite.
         """
         check_batch_size(batch_size)
-        prompts = iter(prompts)
-        while window := [self._row(p) for p in itertools.islice(prompts, _WINDOW_BATCHES * batch_size)]:
-            in_order = sorted(window, key=lambda row: len(row.ids))
-            for i in range(0, len(window), batch_size):
-                batch = in_order[i : i + batch_size]
-                for _ in generation.run(self.runner, batch, self.tokenizer.stop_ids, stream=False):
-                    pass
-                progress(len(batch))
-            yield from (row.completion() for row in window)
+        answers = map(self._answer, prompts)
+        return self._complete(answers, batch_size, ready, progress)
+
+    def _complete(
+        self,
+        answers: Iterator[Answer],
+        batch_size: int,
+        ready: Callable[[], bool] = lambda: True,
+        progress: Callable[[int], object] = lambda n: None,
+    ) -> Iterator[Completion]:
+        stop_ids = self.tokenizer.stop_ids
+        found = generation.complete(
+            self.runner, stop_ids, answers, batch_size=batch_size, ready=ready, progress=progress
+        )
+        return (answer.completion() for answer in found)
 
     def stream(self, prompt: str | Prompt, **settings: Unpack[Overrides]) -> Generator[str, None, Completion]:
         """Continue one prompt, piece by piece as the text is generated.
@@ -188,11 +202,16 @@ class LLM:
         The pieces, joined, are the `text` of `generate` for the same prompt and settings; the generator returns the
         completion. Raises like `generate`.
         """
-        row = self._row(prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
-        return generation.stream(self.runner, row, self.tokenizer.stop_ids)
+        return self._stream(
+            self._answer(prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
+        )
 
-    def _row(self, prompt: Prompt) -> Row:
-        return Row(self.tokenizer, prompt, self.encode(prompt))
+    def _stream(self, answer: Answer) -> Generator[str, None, Completion]:
+        yield from generation.follow(Pool(self.runner, self.tokenizer.stop_ids, 1), answer)
+        return answer.completion()
+
+    def _answer(self, prompt: Prompt) -> Answer:
+        return Answer(self.tokenizer, prompt, self.encode(prompt))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turn a prompt into ids, the beginning-of-text token first.

@@ -12,8 +12,9 @@ import tiny
 
 from jllama import decode
 from jllama.decode import Stop, generate, start
+from jllama.pool import Pool
 from jllama.programs import DECODE, READ_PROMPT
-from jllama.runner import Batch, Runner
+from jllama.runner import Runner
 from jllama.settings import Settings
 
 NONE = jnp.array([-1], jnp.int32)
@@ -30,19 +31,16 @@ def oracle_greedy(weights: oracle.Weights, config, prompt: np.ndarray, n: int) -
 
 def batch_greedy(params, prompts: list[list[int]], n: int, steps: int = 2**30, stop_ids: tuple[int, ...] = (-1,)):
     """Generate with the host's loop; returns the ids of each row."""
-    batch = Batch(
-        RUNNERS.setdefault(id(params), Runner(params)),
-        prompts,
-        [Settings(temperature=0.0, max_new_tokens=n)] * len(prompts),
-        stop_ids,
-    )
-    rows: list[list[int]] = [[] for _ in prompts]
+    pool = Pool(RUNNERS.setdefault(id(params), Runner(params)), stop_ids, len(prompts))
+    settings = Settings(temperature=0.0, max_new_tokens=n)
+    rows = pool.join([(prompt, settings) for prompt in prompts]).finish()
+    found: list[list[int]] = [[] for _ in prompts]
     while True:
-        for i, row in enumerate(rows):
-            row += batch.take(i)[0]
-        if batch.done.all():
-            return rows
-        batch.advance(steps)
+        for ids, row in zip(found, rows, strict=True):
+            ids += pool.take(row)[0]
+        if all(row.done for row in rows):
+            return found
+        pool.advance(steps)
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
@@ -106,7 +104,7 @@ def test_prompts_that_do_not_fit_are_refused_before_any_work() -> None:
         ([3, -5], "-5"),
     ):
         with pytest.raises(ValueError, match=words):
-            Batch(runner, [[5], ids], [Settings()] * 2, [2])
+            Pool(runner, [2], 2).join([([5], Settings()), (ids, Settings())])
     assert runner.timings.prompt_tokens == 0
 
 
@@ -139,16 +137,17 @@ def test_a_long_prompt_is_read_in_blocks() -> None:
 def test_a_kept_cache_serves_any_prompt_that_begins_like_it(shared_length: int) -> None:
     params, weights = tiny.model("gqa")
     first = tiny.ids(params.config, 12)
-    settings = [Settings(temperature=0.0, max_new_tokens=8)]
+    settings = Settings(temperature=0.0, max_new_tokens=8)
     runner = RUNNERS.setdefault(id(params), Runner(params))
-    batch = Batch(runner, [first.tolist()], settings, [-1])
-    batch.advance(2**30)
+    pool = Pool(runner, [-1], 1)
+    (row,) = pool.join([(first.tolist(), settings)]).finish()
+    pool.advance(2**30)
     second = np.concatenate([first[:shared_length], tiny.ids(params.config, 12 - shared_length, seed=7)])
     read = runner.timings.prompt_tokens
-    again = Batch(runner, [second.tolist()], settings, [-1], batch.keep())
+    (row,) = pool.join([(second.tolist(), settings)], pool.leave(row)).finish()
     assert runner.timings.prompt_tokens - read == max(12 - shared_length, 1)  # the last token is always read
-    again.advance(2**30)
-    assert again.take(0)[0] == oracle_greedy(weights, params.config, second, 8)
+    pool.advance(2**30)
+    assert pool.take(row)[0] == oracle_greedy(weights, params.config, second, 8)
 
 
 def test_each_row_ends_at_its_own_stop_token() -> None:

@@ -25,12 +25,13 @@ ROOMS = {
     "chat": {"gguf_file", "tokenizer"},
     "checkpoint": {"config", "quant", "model", "gguf_file", "sharding"},
     "settings": {"sampling"},
-    "runner": {"config", "decode", "model", "native", "programs", "quant", "settings", "sharding"},
-    "generation": {"runner", "settings", "text", "tokenizer"},
-    "llm": {"checkpoint", "config", "generation", "model", "programs", "quant", "runner", "settings"}
+    "runner": {"config", "model", "native", "programs", "sharding"},
+    "pool": {"decode", "programs", "quant", "runner", "sampling", "settings", "sharding"},
+    "generation": {"pool", "runner", "settings", "text", "tokenizer"},
+    "llm": {"checkpoint", "config", "generation", "model", "pool", "programs", "quant", "runner", "settings"}
     | {"sharding", "tokenizer"},
     "prompts": {"generation", "settings"},
-    "session": {"chat", "generation", "llm", "runner", "settings"},
+    "session": {"chat", "generation", "llm", "pool", "settings"},
     "bench": {"decode", "model", "programs", "quant", "runner", "sampling", "settings"},
     "report": {"bench"},
     "results": {"generation"},
