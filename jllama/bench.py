@@ -23,10 +23,12 @@ import numpy as np
 from jllama import decode, programs
 from jllama.decode import State, Stop
 from jllama.model import Params, init_cache, step
-from jllama.quant import Linear, QuantizedWeight, dtype_name, linear, quantize
+from jllama.run import Run
 from jllama.runner import block_width, cache_slots
 from jllama.sampling import argmax
 from jllama.settings import Settings, to_sampling
+from jllama.tensors import counts
+from jllama.weights import FORMS, Linear, Plain, linear
 
 TOKENS_PER_SECOND = "tokens/s: tokens of all rows together, read (prefill) or generated (decode), per second"
 _EAGER_TOKENS = 16  # enough for a median; eager decoding is slow
@@ -179,23 +181,22 @@ def run(
         if not ways:
             progress(f"{dtype}: eager against compiled")
             ways = compare_ways(params, min(new, _EAGER_TOKENS), repeats)
-    config = params.config
-    kernels = "native" if config.native else "xla"
-    return Report(machine, kernels, config.kv_dtype, TOKENS_PER_SECOND, prompt, new, repeats, models, rows, ways)
+    kernels = "native" if params.run.kernels else "xla"
+    return Report(machine, kernels, params.run.kv_dtype, TOKENS_PER_SECOND, prompt, new, repeats, models, rows, ways)
 
 
 def measure_machine(dtypes: Sequence[str], megabytes: int = 256) -> Machine:
     """Measure how fast this machine reads memory and multiplies matrices."""
     w = jnp.ones((megabytes * 128, 2048), jnp.float32)
-    reads = [timed(jax.jit(lambda w, x: linear(Linear(w), x)), w, jnp.ones((1, 2048)), repeats=10)]
+    run = Run()
+    reads = [timed(jax.jit(lambda w, x: linear(Linear(Plain(w)), x, run)), w, jnp.ones((1, 2048)), repeats=10)]
     reads.append(timed(jax.jit(jnp.sum), w, repeats=10))
     bandwidth = w.nbytes / min(r.fastest for r in reads)
     peak = {}
     for dtype in dtypes:
         out, width, rows = 4096, 2048, 512
-        weight = jnp.ones((out, width), jnp.float32)
-        stored = Linear(quantize(weight) if dtype == "int8" else weight.astype(dtype))
-        spread = timed(jax.jit(linear), stored, jnp.ones((rows, width), jnp.float32), repeats=5)
+        stored = Linear(jax.tree.map(jnp.asarray, FORMS[dtype].encode(np.ones((out, width), np.float32), dtype)))
+        spread = timed(jax.jit(linear, static_argnums=2), stored, jnp.ones((rows, width)), run, repeats=5)
         peak[dtype] = 2 * out * width * rows / spread.fastest
     devices = ", ".join(sorted({d.device_kind for d in jax.devices()}))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -218,10 +219,8 @@ class _Bench:
 
     def __init__(self, params: Params, machine: Machine, repeats: int) -> None:
         self.params, self.machine, self.repeats = params, machine, repeats
-        self.dtype = dtype_name(params.embedding)
-        weights = [layer for layers in params.layers for layer in (layers.wqkv, layers.wo, layers.w13, layers.w2)]
-        self.layer_weights = sum(_count(layer.weight) for layer in weights)
-        self.head_weights = _count(params.embedding if params.output is None else params.output)
+        self.dtype = params.embedding.dtype
+        self.layer_weights, self.head_weights = counts(params.config)
         self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         spare = 0 if params.output is None else sum(leaf.nbytes for leaf in jax.tree.leaves(params.embedding))
         self.read_bytes = self.weight_bytes - spare  # of an untied embedding only a few rows are read
@@ -308,7 +307,7 @@ class _Bench:
 
     def _cache_bytes(self, batch: int, slots: int) -> int:
         config = self.params.config
-        return 2 * config.n_layers * batch * config.kv_dim * slots * jnp.dtype(config.kv_dtype).itemsize
+        return 2 * config.n_layers * batch * config.kv_dim * slots * jnp.dtype(self.params.run.kv_dtype).itemsize
 
     def _state(self, batch: int, depth: int, slots: int) -> tuple[State, Stop]:
         length = jnp.full(batch, depth + 1, jnp.int32)
@@ -349,10 +348,6 @@ def compare_ways(params: Params, new: int, repeats: int) -> list[Way]:
         rate = new / timed(generate, repeats=repeats).median
         ways.append(Way(name, first, rate, rate / ways[0].tokens_per_second if ways else 1.0))
     return ways
-
-
-def _count(weight: Any) -> int:
-    return int((weight.values if isinstance(weight, QuantizedWeight) else weight).size)
 
 
 def _peak_memory() -> int:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jllama import gguf_file
+from jllama.gguf_file import Header
 from jllama.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
@@ -114,10 +116,11 @@ class Template:
         return {key: text if key == "role" else self.tokenizer.guard(text) for key, text in message.items()}
 
 
-def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
+def find_template(checkpoint: str | Path, tokenizer: Tokenizer, *, header: Header | None = None) -> Template:
     """Return the chat template of a checkpoint: its own, else the one that the control tokens tell.
 
     Its own is in a GGUF file, or in `chat_template.jinja` or `tokenizer_config.json` beside or in the checkpoint.
+    `header` is that of a GGUF file which was read already.
 
     Raises:
       ChatError: there is none, or it is no Jinja template.
@@ -126,7 +129,7 @@ def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
     """
     path = Path(checkpoint)
     folder = path if path.is_dir() else path.parent
-    if path.is_file() and (source := _of_gguf(path)) is not None:
+    if path.is_file() and (source := _of_gguf(path, header)) is not None:
         return Template(source, tokenizer, f"{path}: tokenizer.chat_template")
     if (file := folder / "chat_template.jinja").is_file():
         return Template(file.read_text("utf-8"), tokenizer, str(file))
@@ -138,13 +141,13 @@ def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
     raise ChatError(f"{checkpoint}: no chat template; expected one in the checkpoint, or control tokens of a known one")
 
 
-def _of_gguf(path: Path) -> str | None:
-    from jllama.gguf_file import MAGIC, metadata
-
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            return None
-    source = metadata(path).get("tokenizer.chat_template")
+def _of_gguf(path: Path, header: Header | None) -> str | None:
+    if header is None:
+        with path.open("rb") as file:
+            if not gguf_file.recognises(file.read(4)):
+                return None
+        header = gguf_file.read(path)
+    source = header.metadata.get("tokenizer.chat_template")
     return source if isinstance(source, str) else None
 
 

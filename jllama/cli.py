@@ -19,7 +19,7 @@ import numpy as np
 from absl import flags, logging
 from tqdm import tqdm
 
-from jllama import bench, chat, checkpoint, config, plan, prompts, report, results, sharding, tokenizer
+from jllama import bench, chat, checkpoint, config, mesh, plan, processes, prompts, report, results, tokenizer
 from jllama.checkpoint import hub
 from jllama.checkpoint.files import replacing
 from jllama.flags import FLAGS, usage
@@ -27,7 +27,7 @@ from jllama.generation import Completion, Prompt
 from jllama.llm import LLM, Score, check_batch_size
 from jllama.model import Params
 from jllama.prompts import standard_input
-from jllama.runner import prepare
+from jllama.run import choose
 from jllama.session import Session
 from jllama.settings import Settings
 
@@ -264,7 +264,7 @@ def perplexity() -> None:
     score = llm.score(text)
     _print_score(llm, score)
     if llm.dtype != "float32":
-        exact = LLM(_prepared("float32"), llm.tokenizer, compile_cache=FLAGS.compile_cache)
+        exact = LLM(_params("float32"), llm.tokenizer, compile_cache=FLAGS.compile_cache)
         expected = exact.score(text)
         _print_score(exact, expected)
         print(f"greedy agreement with float32: {np.mean(score.best == expected.best):.2%}")
@@ -281,21 +281,19 @@ def _print_score(llm: LLM, score: Score) -> None:
 def show_plan() -> None:
     """Print what the model would need on a mesh that need not be here."""
     _check_source()
-    shape = sharding.parse(FLAGS.mesh) if FLAGS.mesh else sharding.Shape()
+    shape = mesh.parse(FLAGS.mesh) if FLAGS.mesh else mesh.Shape()
     check_batch_size(FLAGS.batch_size)
     if FLAGS.config:
-        sizes, tied = config.from_toml(FLAGS.config)
-        contents = checkpoint.random_contents(sizes, tied=tied)
+        contents = checkpoint.random_contents(config.from_toml(FLAGS.config))
     else:
         contents = checkpoint.read(FLAGS.checkpoint)
-    contents = contents._replace(config=dataclasses.replace(contents.config, kv_dtype=FLAGS.kv_dtype))
     dtype = contents.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
     devices: Sequence[plan.Device] = plan.DEVICES
     if FLAGS.memory is not None:
         if not 0 < FLAGS.memory < 1e6:
             raise ValueError(f"memory = {FLAGS.memory:g}: expected GB of a device")
         devices = [device._replace(memory=FLAGS.memory * 1e9) for device in devices]
-    found = plan.plan(contents, dtype, shape, FLAGS.batch_size, devices)
+    found = plan.plan(contents, dtype, shape, FLAGS.batch_size, devices, kv_dtype=FLAGS.kv_dtype)
     model = Path(FLAGS.config or FLAGS.checkpoint).stem
     title = f"{model} in {dtype} on data:{shape.data},model:{shape.model}, a batch of {FLAGS.batch_size}"
     print(plan.table(found, title))
@@ -314,7 +312,7 @@ def benchmark() -> None:
         )
     with tqdm(file=sys.stderr, disable=None, bar_format="measuring {desc}, {elapsed}") as bar:
         result = bench.run(
-            _prepared,
+            _params,
             prompt=FLAGS.bench_prompt,
             new=FLAGS.bench_new,
             batches=[int(x) for x in FLAGS.bench_batches],
@@ -347,7 +345,7 @@ def _load() -> tuple[LLM, float]:
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
     path = Path(FLAGS.tokenizer) if FLAGS.tokenizer else tokenizer.find(hub.local(FLAGS.checkpoint))
-    llm = LLM(_prepared(FLAGS.dtype), tokenizer.load(path), compile_cache=FLAGS.compile_cache)
+    llm = LLM(_params(FLAGS.dtype), tokenizer.load(path), compile_cache=FLAGS.compile_cache)
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began
 
@@ -368,7 +366,7 @@ def _expect_one_device(what: str) -> None:
 
 def _connect() -> None:
     """Join the other processes of this run, if there are any. Only the first writes to standard output."""
-    if not sharding.connect(FLAGS.coordinator, FLAGS.num_processes, FLAGS.process_id):
+    if not processes.connect(FLAGS.coordinator, FLAGS.num_processes, FLAGS.process_id):
         return
     # Libraries below print there too (Gloo does): what they print goes to standard error.
     sys.stdout.flush()
@@ -379,16 +377,13 @@ def _connect() -> None:
         raise ValueError(f"--mesh is missing: expected one of {jax.device_count()} devices, those of all processes")
 
 
-def _prepared(dtype: str) -> Params:
-    return prepare(_params(dtype), kernels=FLAGS.kernels, kv_dtype=FLAGS.kv_dtype)
-
-
 def _params(dtype: str) -> Params:
-    mesh = sharding.make_mesh(FLAGS.mesh) if FLAGS.mesh else None
+    on = mesh.make_mesh(FLAGS.mesh) if FLAGS.mesh else None
+    run = choose(FLAGS.kernels, FLAGS.kv_dtype, on_mesh=on is not None)
     if FLAGS.config:
-        sizes, tied = config.from_toml(FLAGS.config)
-        return checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, tied=tied, mesh=mesh)
-    return checkpoint.load(FLAGS.checkpoint, dtype=dtype, rope_theta=FLAGS.rope_theta, mesh=mesh)
+        dtype = "float32" if dtype == "auto" else dtype
+        return checkpoint.random(config.from_toml(FLAGS.config), dtype=dtype, run=run, mesh=on)
+    return checkpoint.load(FLAGS.checkpoint, dtype=dtype, rope_theta=FLAGS.rope_theta, run=run, mesh=on)
 
 
 def _report(llm: LLM, load_seconds: float) -> None:

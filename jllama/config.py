@@ -1,24 +1,25 @@
 """The sizes and switches of a model: `Config`, its checks, and the reader of `configs/*.toml`."""
 
 import dataclasses
-import math
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
-KVDtype = Literal["float32", "bfloat16"]
+from jllama.errors import InputError, listed, quoted
+
+_LARGEST = 2**31 - 2**20  # of a size: positions are int32, and padded
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """Sizes that make no model: every problem found is named in the one message."""
 
 
 def _is_size(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x < _LARGEST
 
 
 def _is_positive(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e38  # float32 holds it; NaN isn't
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +48,14 @@ class RopeScaling:
                 f"expected less than high_freq_factor = {self.high_freq_factor}"
             )
         if problems:
-            raise ConfigError("; ".join(problems))
+            raise ConfigError(listed(problems))
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The sizes and switches of a model; frozen and hashable, so that it can be static under `jax.jit`.
 
-    The switches' defaults are the Llama family's; GPT-2 is layer, learned and gelu.
+    The switches' defaults are the Llama family's; `GPT2` holds those of GPT-2.
 
     Args:
       dim: width D of the residual stream.
@@ -71,11 +72,11 @@ class Config:
       sliding_window: how many tokens, itself included, a token attends to; None: all before it.
       norm: "rms" or "layer", which also takes off the mean.
       position: "rope", rotary, or "learned", a table of `max_seq_len` rows added to the embedding.
-      activation: "silu", of a gate, or "gelu", of GPT-2's plain feed-forward.
-      kv_dtype: what keys and values are kept in; with the next one not the model's but the user's choice.
-      native: whether the kernels of `native` run what they can, in XLA's place.
-      axis: the mesh axis over which heads, feed-forward and vocabulary are divided, where this is what one device
-        has of a model (`sharding.part`); None: all of it.
+      activation: "silu" or "gelu" (the tanh form).
+      gated: whether the feed-forward multiplies the activation of one product (w1) with another (w3).
+      norm_bias, qkv_bias, wo_bias, ffn_bias: which of the norms and products have a bias.
+      head_norms: whether each query and key head has a norm.
+      tied: whether the embedding is the output head too.
 
     Raises:
       ConfigError: with every field that is wrong, by name.
@@ -96,19 +97,27 @@ class Config:
     norm: Literal["rms", "layer"] = "rms"
     position: Literal["rope", "learned"] = "rope"
     activation: Literal["silu", "gelu"] = "silu"
-    kv_dtype: KVDtype = "float32"
-    native: bool = False
-    axis: str | None = None
+    gated: bool = True
+    norm_bias: bool = False
+    qkv_bias: bool = False
+    wo_bias: bool = False
+    ffn_bias: bool = False
+    head_norms: bool = False
+    tied: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim == 0 and _is_size(self.dim) and _is_size(self.n_heads) and self.dim % self.n_heads == 0:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         if problems := self._problems():
-            raise ConfigError("; ".join(problems))
+            raise ConfigError(listed(problems))
 
     def _problems(self) -> list[str]:
         sizes = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-        problems = [f"{n} = {getattr(self, n)!r}: expected 1 or more" for n in sizes if not _is_size(getattr(self, n))]
+        problems = [
+            f"{n} = {quoted(getattr(self, n))}: expected 1 to {_LARGEST - 1}"
+            for n in sizes
+            if not _is_size(getattr(self, n))
+        ]
         if self.sliding_window is not None and not _is_size(self.sliding_window):
             problems.append(f"sliding_window = {self.sliding_window!r}: expected 1 or more, or none")
         if not problems:
@@ -123,9 +132,11 @@ class Config:
         for name in ("norm_eps", "rope_theta"):
             if not _is_positive(value := getattr(self, name)):
                 problems.append(f"{name} = {value!r}: expected a positive number")
-        for name in ("norm", "position", "activation", "kv_dtype"):
-            choices = get_args(Config.__annotations__[name])
-            if (value := getattr(self, name)) not in choices:
+        for name, kind in get_type_hints(Config).items():
+            value, choices = getattr(self, name), get_args(kind)
+            if kind is bool and not isinstance(value, bool):
+                problems.append(f"{name} = {value!r}: expected true or false")
+            elif choices and isinstance(choices[0], str) and value not in choices:
                 problems.append(f"{name} = {value!r}: expected {' or '.join(choices)}")
         return problems
 
@@ -140,29 +151,30 @@ class Config:
         return self.n_kv_heads * self.head_dim
 
 
-def from_toml(path: str | Path) -> tuple[Config, bool]:
-    """Read a `configs/*.toml` file.
+# The switches of GPT-2.
+GPT2: dict[str, Any] = {
+    "norm": "layer",
+    "position": "learned",
+    "activation": "gelu",
+    "gated": False,
+    **dict.fromkeys(("norm_bias", "qkv_bias", "wo_bias", "ffn_bias"), True),
+}
 
-    Returns:
-      The config, and whether the output head is tied to the embedding (`tied`, false where absent).
+
+def from_toml(path: str | Path) -> Config:
+    """Read a `configs/*.toml` file, whose fields are those of `Config`.
 
     Raises:
       ConfigError: the file cannot be read, is not TOML, or holds unknown, missing or wrong fields.
     """
     try:
         fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:  # of UTF-8, of TOML, of numbers of thousands of digits
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
-    tied = fields.pop("tied", False)
     try:
-        for name, flag in (("axis", "mesh"), ("kv_dtype", "kv_dtype"), ("native", "kernels")):
-            if name in fields:
-                raise ConfigError(f"{name} is no size of a model: expected --{flag}")
-        if not isinstance(tied, bool):
-            raise ConfigError(f"tied = {tied!r}: expected true or false")
         if "rope_scaling" in fields:
             fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
-        return Config(**fields), tied
+        return Config(**fields)
     except TypeError as e:
         raise ConfigError(f"{path}: {str(e).replace('.__init__()', '')}") from e
     except ConfigError as e:

@@ -22,6 +22,8 @@ import jax
 from absl import logging
 from jax.experimental import serialize_executable
 
+from jllama import kernels
+
 _MAGIC = b"jllama executable 1\n"
 _DIGEST = hashlib.sha256().digest_size
 _SUFFIX = ".executable"
@@ -79,6 +81,7 @@ class Executables:
             head, body = raw[: len(_MAGIC) + _DIGEST], raw[len(_MAGIC) + _DIGEST :]
             if head != _MAGIC + hashlib.sha256(body).digest():
                 return None
+            kernels.available()  # which makes them known to XLA, before a program that uses them is loaded
             payload, arguments, result = pickle.loads(body)
             program = serialize_executable.deserialize_and_load(
                 payload, arguments, result, backend=device.client, execution_devices=[device]
@@ -125,15 +128,17 @@ def environment(device: jax.Device) -> tuple[str, ...]:
     versions = (sys.version_info[:2], jax.__version__, version("jaxlib"), device.client.platform_version)
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = (device.platform, device.device_kind, jax.device_count(), jax.process_count(), os.cpu_count(), threads)
-    parts = (_source(), versions, devices, _processor(), sorted(settings.items()), sorted(variables.items()))
+    # Naming the kernels makes them known to XLA too, as it must be before a program that uses them is loaded.
+    code = (_source(), kernels.build(), _processor())
+    parts = (*code, versions, devices, sorted(settings.items()), sorted(variables.items()))
     return tuple(map(str, parts))
 
 
 def _source() -> str:
-    """Return a digest of the package: of its Python and of its compiled kernels."""
+    """Return a digest of the package's Python."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".so", ".cc")):
+    for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 

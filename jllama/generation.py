@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+from jllama.errors import quoted
 from jllama.pool import Kept, Pool, Row
 from jllama.runner import Runner
 from jllama.settings import Settings
@@ -22,10 +23,18 @@ _WINDOW = 16  # batches whose prompts are held
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A text to continue, and how."""
+    """A text to continue, and how.
+
+    Raises:
+      ValueError: the text is none.
+    """
 
     text: str
     settings: Settings = dataclasses.field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise ValueError(f"the prompt {quoted(self.text)}: expected a text (str)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,16 +10,16 @@ from typing import Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from jllama import checkpoint, generation, sharding
+from jllama import checkpoint, generation
+from jllama import mesh as meshes
 from jllama import tokenizer as tokenizers
 from jllama.checkpoint import hub
-from jllama.config import KVDtype
 from jllama.generation import Answer, Completion, Prompt
 from jllama.model import Params
 from jllama.pool import Pool
 from jllama.programs import SCORE
-from jllama.quant import dtype_name
-from jllama.runner import Runner, Timings, prepare
+from jllama.run import KVDtype, choose
+from jllama.runner import Runner, Timings
 from jllama.settings import Overrides, Settings
 from jllama.tokenizer import Tokenizer
 
@@ -98,9 +98,9 @@ class LLM:
           tokenizer: the file of its tokenizer; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
-          mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `sharding.make_mesh` makes;
+          mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `mesh.make_mesh` makes;
             None: the default device.
-          kernels: "xla", "native" or "auto", as for `runner.prepare`.
+          kernels: "xla", "native" or "auto", as for `run.choose`.
           kv_dtype: of the keys and values kept: "float32" or "bfloat16".
           compile_cache: a folder of your own, where compiled programs of a single device are kept for the next start;
             None: nowhere.
@@ -111,11 +111,11 @@ class LLM:
           ValueError: they don't fit each other, or the mesh doesn't fit the devices or the model.
         """
         if isinstance(mesh, str):
-            mesh = sharding.make_mesh(mesh)
+            mesh = meshes.make_mesh(mesh)
         path = hub.local(path)
         found = tokenizers.load(tokenizers.find(path) if tokenizer is None else tokenizer)
-        params = checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, mesh=mesh)
-        params = prepare(params, kernels=kernels, kv_dtype=kv_dtype)
+        run = choose(kernels, kv_dtype, on_mesh=mesh is not None)
+        params = checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh)
         return cls(params, found, compile_cache=compile_cache)
 
     @property
@@ -126,7 +126,7 @@ class LLM:
     @property
     def dtype(self) -> str:
         """What the weights are kept in: "float32", "bfloat16" or "int8"."""
-        return dtype_name(self.params.embedding)
+        return self.params.embedding.dtype
 
     @property
     def window(self) -> int:
@@ -240,8 +240,8 @@ class LLM:
         windows = np.pad(ids, (0, count * rows * width - len(ids))).reshape(count, rows, width)
         windows = np.pad(windows, ((0, 0), (0, 0), (1, 0)), constant_values=self.tokenizer.bos)
         with self.runner.timed("prompt"):
-            blocks = [self.runner.put(window, sharding.ROWS) for window in windows]
-            scored = [sharding.get(self.runner.call(SCORE, block)) for block in blocks]
+            blocks = [self.runner.put(window, meshes.ROWS) for window in windows]
+            scored = [self.runner.get(self.runner.call(SCORE, block)) for block in blocks]
         self.timings.prompt_tokens += len(ids)
         logprobs, best = (np.concatenate([np.ravel(s) for s in part])[: len(ids)] for part in zip(*scored, strict=True))
         if not np.isfinite(logprobs).all():

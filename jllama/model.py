@@ -10,17 +10,17 @@ Axis letters, those of `jax.nn.dot_product_attention`:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllama import native
+from jllama import kernels
 from jllama.config import Config
-from jllama.quant import Linear, Weight, linear, take
+from jllama.run import Run
+from jllama.weights import Linear, Weight, layer_of, linear, take
 
 
 class Norm(NamedTuple):
@@ -31,48 +31,75 @@ class Norm(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The weights of one layer. What a family doesn't have is None, and no leaf."""
+    """The weights of one layer; or of n equal ones, every leaf with an axis n before the others.
+
+    What a family doesn't have is None, and no leaf.
+    """
 
     attention_norm: Norm
     wqkv: Linear  # [N*H + 2*K*H, D]: the rows of wq, wk and wv; rotary pairs interleaved
     wo: Linear  # [D, N*H]
     ffn_norm: Norm
-    w13: Linear  # [2*F, D]: the rows of w1 (gate) and w3 (up); GPT-2: [F, D]
+    w13: Linear  # [2*F, D]: the rows of w1 (gate) and w3 (up); [F, D] without a gate
     w2: Linear  # [D, F]
     q_norm: Norm | None = None  # of each query head, as Qwen3 has it
     k_norm: Norm | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether these are several layers."""
+        return self.attention_norm.weight.ndim == 2
+
+    def at(self, number: jax.Array) -> Layer:
+        """Give one of several layers (int32 scalar)."""
+
+        def leaf(x: Any) -> Any:
+            return x.at(number) if isinstance(x, Weight) else layer_of(x, number)
+
+        found: Layer = jax.tree.map(leaf, self, is_leaf=lambda x: isinstance(x, Weight))
+        return found
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A whole model: its weights, and its sizes as static data."""
+    """A whole model: its weights, and as static data its sizes and how it is run."""
 
     embedding: Weight  # [V, D]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...]  # one after another, each a single one or a stack
     norm: Norm
-    output: Weight | None  # [V, D]; None: the embedding serves as the head too
     config: Config = dataclasses.field(metadata={"static": True})
+    output: Weight | None = None  # [V, D]; None: the embedding serves as the head too
     positions: jax.Array | None = None  # float32 [max_seq_len, D] where positions are learned
+    run: Run = dataclasses.field(default=Run(), metadata={"static": True})
 
 
 class Cache(NamedTuple):
-    """Keys and values of past tokens, one pair of leaves a layer, each `[B*K, S, H]` in `config.kv_dtype`.
+    """Keys and values of past tokens, a pair of leaves for each element of `Params.layers`, in `run.kv_dtype`.
 
-    It keeps no position: slot s of a row is valid if and only if s <= the row's position. Batch and heads share an
-    axis because a batch axis of size 1 makes XLA's CPU back end copy the whole cache in every step.
+    A leaf is `[B*K, S, H]`, or `[n, B*K, S, H]` for a stack of n layers. It keeps no position: slot s of a row is
+    valid if and only if s <= the row's position. Batch and heads share an axis because a batch axis of size 1 makes
+    XLA's CPU back end copy the whole cache in every step.
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
 
 
+class _Tokens(NamedTuple):
+    """Where the new tokens of a forward pass stand."""
+
+    positions: jax.Array  # int32 [B, T]
+    rotation: jax.Array | None  # [B, T, H/2, 2], cosine and sine, where positions are rotary
+
+
 def init_cache(params: Params, batch: int, length: int) -> Cache:
     """Make an empty cache of `length` slots for `batch` rows."""
     config = params.config
     shape = (batch * config.n_kv_heads, length, config.head_dim)
-    leaves = tuple(jnp.zeros(shape, config.kv_dtype) for _ in range(2 * config.n_layers))
-    return Cache(k=leaves[: config.n_layers], v=leaves[config.n_layers :])
+    stacks = [layer.attention_norm.weight.shape[:-1] for layer in params.layers]
+    k, v = (tuple(jnp.zeros((*stack, *shape), params.run.kv_dtype) for stack in stacks) for _ in range(2))
+    return Cache(k, v)
 
 
 def prefill(
@@ -92,9 +119,10 @@ def prefill(
       written. Slots past a row's end hold padding; `step` overwrites each before it is ever attended to.
     """
     rows, t = tokens.shape
-    chex.assert_shape(length, (rows,))
-    hidden, cache = forward(params, cache, tokens, jnp.full(rows, start, jnp.int32))
     last = jnp.clip(length - 1, 0, t - 1)
+    # Padding is replaced by the row's own last token: an embedding that nobody asked for may hold NaN.
+    tokens = jnp.take_along_axis(tokens, jnp.minimum(jnp.arange(t, dtype=jnp.int32)[None], last[:, None]), axis=1)
+    hidden, cache = forward(params, cache, tokens, jnp.full(rows, start, jnp.int32))
     return head(params, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]), cache
 
 
@@ -110,7 +138,6 @@ def step(params: Params, cache: Cache, token: jax.Array, pos: jax.Array) -> tupl
     Returns:
       float32 logits `[B, V]`, and the cache with slot `pos` of each row written.
     """
-    chex.assert_equal_shape([token, pos])
     hidden, cache = forward(params, cache, token[:, None], pos)
     return head(params, hidden[:, 0]), cache
 
@@ -127,106 +154,146 @@ def forward(params: Params, cache: Cache, tokens: jax.Array, start: jax.Array) -
     Returns:
       float32 hidden states `[B, T, D]` after the last norm, and the cache with the new slots written.
     """
-    config = params.config
+    config, run = params.config, params.run
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    x = take(params.embedding, tokens, config.axis)
+    x = take(params.embedding, tokens, run)
     if params.positions is not None:
         x = x + params.positions[jnp.minimum(positions, config.max_seq_len - 1)]  # padding may lie beyond the table
-    rotation = rotary(config, positions) if config.position == "rope" else None
+    where = _Tokens(positions, rotary(config, positions) if config.position == "rope" else None)
     keys, values = [], []
     for layer, k, v in zip(params.layers, cache.k, cache.v, strict=True):
-        a, k, v = attention(config, layer, k, v, norm(config, layer.attention_norm, x), positions, rotation)
-        x = x + a
-        x = x + feed_forward(config, layer, norm(config, layer.ffn_norm, x))
+        x, k, v = (_stack if layer.stacked else _layer)(config, run, layer, k, v, x, where)
         keys.append(k)
         values.append(v)
     return norm(config, params.norm, x), Cache(tuple(keys), tuple(values))
 
 
+def _stack(
+    config: Config, run: Run, layers: Layer, k: jax.Array, v: jax.Array, x: jax.Array, where: _Tokens
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Run the layers of a stack one after another: compiled once, however many there are."""
+
+    def body(carry: tuple[jax.Array, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, None]:
+        x, k, v = carry
+        return _layer(config, run, layers.at(number), k, v, x, where, number), None
+
+    return lax.scan(body, (x, k, v), jnp.arange(len(k), dtype=jnp.int32))[0]
+
+
+def _layer(
+    config: Config,
+    run: Run,
+    layer: Layer,
+    k: jax.Array,
+    v: jax.Array,
+    x: jax.Array,
+    where: _Tokens,
+    number: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Run one layer over `x [B, T, D]`; `number` is its place in the stack that the cache is of, if it is of one."""
+    a, k, v = attention(config, run, layer, k, v, norm(config, layer.attention_norm, x), where, number)
+    x = x + a
+    return x + feed_forward(config, run, layer, norm(config, layer.ffn_norm, x)), k, v
+
+
 def head(params: Params, hidden: jax.Array) -> jax.Array:
     """Turn hidden states `[..., D]` into float32 logits `[..., V]`."""
-    weight = Linear(params.embedding if params.output is None else params.output)
-    logits = linear(weight, hidden, use_native=params.config.native)
-    if params.config.axis is not None:
-        logits = lax.all_gather(logits, params.config.axis, axis=logits.ndim - 1, tiled=True)
+    logits = linear(Linear(params.embedding if params.output is None else params.output), hidden, params.run)
+    if params.run.axis is not None:
+        logits = lax.all_gather(logits, params.run.axis, axis=logits.ndim - 1, tiled=True)
         logits = logits[..., : params.config.vocab_size]  # without the rows that fill up the last part
     return logits
 
 
 def attention(
     config: Config,
+    run: Run,
     layer: Layer,
     k_cache: jax.Array,
     v_cache: jax.Array,
     x: jax.Array,
-    positions: jax.Array,
-    rotation: jax.Array | None,
+    where: _Tokens,
+    number: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write the keys and values of `x [B, T, D]` to the cache and attend to every slot up to each token's own.
 
     Returns:
-      The attention's output `[B, T, D]` and the two cache leaves `[B*K, S, H]`.
+      The attention's output `[B, T, D]` and the two leaves of the cache.
     """
     b, t, _ = x.shape
     n_kv, h = config.n_kv_heads, config.head_dim
-    g = config.n_heads // n_kv
-    q, k, v = jnp.split(
-        linear(layer.wqkv, x, use_native=config.native), (config.q_dim, config.q_dim + config.kv_dim), axis=-1
-    )
-    q, k, v = q.reshape(b, t, n_kv * g, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
+    q, k, v = jnp.split(linear(layer.wqkv, x, run), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
+    q, k, v = q.reshape(b, t, config.n_heads, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
-    if rotation is not None:
-        q, k = rotate(q, rotation[:, :, None]), rotate(k, rotation[:, :, None])
+    if where.rotation is not None:
+        q, k = rotate(q, where.rotation[:, :, None]), rotate(k, where.rotation[:, :, None])
 
-    first = jnp.repeat(positions[:, 0], n_kv)
+    attend = kernels.attend if run.kernels and kernels.has("attention") else _attend
+    out, k_cache, v_cache = attend(
+        q, k, v, k_cache, v_cache, where.positions[:, 0], number, window=config.sliding_window, scale=h**-0.5
+    )
+    return linear(layer.wo, out.reshape(b, t, -1), run, divided=True), k_cache, v_cache
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    first: jax.Array,
+    number: jax.Array | None,
+    *,
+    window: int | None,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Do what `kernels.attend` does, by XLA."""
+    b, t, n, h = q.shape
+    n_kv = k.shape[2]
+    positions, first = first[:, None] + jnp.arange(t, dtype=jnp.int32)[None], jnp.repeat(first, n_kv)
     k, v = k.swapaxes(1, 2).reshape(b * n_kv, t, h), v.swapaxes(1, 2).reshape(b * n_kv, t, h)
     # The G query heads of a key head are rows of one product, beside the T tokens.
-    q = q.reshape(b, t, n_kv, g, h).transpose(0, 2, 1, 3, 4).reshape(b * n_kv, t * g, h) * (h**-0.5)
-    if config.native and t == 1:
-        out, k_cache, v_cache = native.attend(q, k, v, k_cache, v_cache, first, config.sliding_window)
-    else:
-        k_cache, v_cache = _write(k_cache, k, first), _write(v_cache, v, first)
-        out = _attend(config, q, k_cache, v_cache, positions)
-    out = out.reshape(b, n_kv, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, -1)
-    return linear(layer.wo, out, axis=config.axis, use_native=config.native), k_cache, v_cache
-
-
-def _attend(config: Config, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
-    """Attend with `q [B*K, T*G, H]` to the slots of `k` and `v [B*K, S, H]` that each of `positions [B, T]` sees."""
-    b, t = positions.shape
-    scores = jnp.einsum("nqh,nsh->nqs", q, k.astype(q.dtype), precision=lax.Precision.HIGHEST)
-    scores = scores.reshape(b, config.n_kv_heads, t, -1, k.shape[1])
+    q = q.reshape(b, t, n_kv, -1, h).transpose(0, 2, 1, 3, 4).reshape(b * n_kv, -1, h) * scale
+    k_cache, v_cache = _write(k_cache, k, first, number), _write(v_cache, v, first, number)
+    k, v = layer_of(k_cache, number).astype(q.dtype), layer_of(v_cache, number).astype(q.dtype)
+    scores = jnp.einsum("nqh,nsh->nqs", q, k, precision=lax.Precision.HIGHEST)
+    scores = scores.reshape(b, n_kv, t, -1, k.shape[1])
     slots = lax.broadcasted_iota(jnp.int32, scores.shape, 4)
     here = positions[:, None, :, None, None]
     visible = slots <= here
-    if config.sliding_window is not None:
-        visible &= slots > here - config.sliding_window
+    if window is not None:
+        visible &= slots > here - window
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).reshape(*q.shape[:2], -1)
-    return jnp.einsum("nqs,nsh->nqh", weights, v.astype(q.dtype), precision=lax.Precision.HIGHEST)
+    out = jnp.einsum("nqs,nsh->nqh", weights, v, precision=lax.Precision.HIGHEST)
+    return out.reshape(b, n_kv, t, -1, h).transpose(0, 2, 1, 3, 4).reshape(b, t, n, h), k_cache, v_cache
 
 
-def _write(cache: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
-    """Write `new [B*K, T, H]` into `cache [B*K, S, H]`, row n at slots `first[n] .. first[n] + T - 1`."""
+def _write(cache: jax.Array, new: jax.Array, first: jax.Array, number: jax.Array | None) -> jax.Array:
+    """Write `new [B*K, T, H]` into `cache [B*K, S, H]`, row n at slots `first[n] .. first[n] + T - 1`.
+
+    With `number` into that layer of a cache `[n, B*K, S, H]`.
+    """
+    new = new.astype(cache.dtype)
+    if number is not None:
+        rows = lax.broadcasted_iota(jnp.int32, new.shape[:2], 0)
+        slots = first[:, None] + lax.broadcasted_iota(jnp.int32, new.shape[:2], 1)
+        return cache.at[number, rows, slots].set(new, mode="drop")
     # Vmapped, this compiles to a scatter: updated in place inside the decoding loop, each row at its own position.
-    return jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, jnp.int32(0))))(
-        cache, new.astype(cache.dtype), first
-    )
+    return jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, jnp.int32(0))))(cache, new, first)
 
 
-def feed_forward(config: Config, layer: Layer, x: jax.Array) -> jax.Array:
-    """SwiGLU, `w2 (silu(w1 x) * w3 x)`, or GPT-2's `w2 gelu(w1 x)`: `[B, T, D]` to `[B, T, D]`.
+def feed_forward(config: Config, run: Run, layer: Layer, x: jax.Array) -> jax.Array:
+    """SwiGLU, `w2 (silu(w1 x) * w3 x)`, or without a gate `w2 gelu(w1 x)`: `[B, T, D]` to `[B, T, D]`.
 
     Sources: Shazeer, arXiv 2002.05202; Hendrycks and Gimpel, arXiv 1606.08415, the tanh form.
     """
-    hidden = linear(layer.w13, x, use_native=config.native)
-    if config.activation == "gelu":
-        hidden = jax.nn.gelu(hidden, approximate=True)
-    else:
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        hidden = jax.nn.silu(gate) * up
+    hidden, up = linear(layer.w13, x, run), None
+    if config.gated:
+        hidden, up = jnp.split(hidden, 2, axis=-1)
+    hidden = jax.nn.silu(hidden) if config.activation == "silu" else jax.nn.gelu(hidden, approximate=True)
     # A few of the inputs are far larger than the others.
-    return linear(layer.w2, hidden, fine=True, axis=config.axis, use_native=config.native)
+    return linear(layer.w2, hidden if up is None else hidden * up, run, fine=True, divided=True)
 
 
 def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jllama.checkpoint import Contents, abstract_params
+from jllama.mesh import Shape
 from jllama.model import Params, init_cache
+from jllama.run import KVDtype, Run
 from jllama.runner import batch_rows, cache_slots
-from jllama.sharding import Shape
 
 
 class Device(NamedTuple):
@@ -76,7 +77,15 @@ class Plan:
     fits: list[Fit]
 
 
-def plan(contents: Contents, dtype: str, mesh: Shape, batch_size: int, devices: Sequence[Device] = DEVICES) -> Plan:
+def plan(
+    contents: Contents,
+    dtype: str,
+    mesh: Shape,
+    batch_size: int,
+    devices: Sequence[Device] = DEVICES,
+    *,
+    kv_dtype: KVDtype = "float32",
+) -> Plan:
     """Work out what a model needs.
 
     Args:
@@ -85,17 +94,21 @@ def plan(contents: Contents, dtype: str, mesh: Shape, batch_size: int, devices: 
       mesh: how many parts are made of the batch and of the model.
       batch_size: rows of all devices together.
       devices: kinds to look at.
+      kv_dtype: of keys and values.
 
     Raises:
       ValueError: the mesh doesn't divide the model.
     """
-    part = abstract_params(contents.config, contents.sources, dtype=dtype, parts=mesh.model)
+    run = Run(kv_dtype=kv_dtype, stacked=True)
+    part = abstract_params(contents.config, contents.sources, dtype=dtype, parts=mesh.model, run=run)
     rows = batch_rows(batch_size, mesh.data, dtype)
     weights = size(part)
     read = weights - (0 if part.output is None else size(part.embedding))
 
+    slot = size(jax.eval_shape(functools.partial(init_cache, batch=rows, length=1), part))
+
     def cache(slots: int) -> int:
-        return size(jax.eval_shape(functools.partial(init_cache, batch=rows, length=slots), part))
+        return slot * slots
 
     def fit(device: Device) -> Fit:
         context = longest_context(part, cache, device.memory)
@@ -104,7 +117,7 @@ def plan(contents: Contents, dtype: str, mesh: Shape, batch_size: int, devices: 
         return Fit(device, context, rate / read if context else 0.0, rate / (read + full))
 
     parameters = sum(math.prod(source.shape) for source in contents.sources.values())
-    return Plan(parameters, rows, weights, read, cache(1), [fit(device) for device in devices])
+    return Plan(parameters, rows, weights, read, slot, [fit(device) for device in devices])
 
 
 def longest_context(part: Params, cache: Any, memory: float) -> int:

@@ -13,12 +13,11 @@ import jax
 import numpy as np
 
 from jllama.decode import State, Stop
-from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, START
-from jllama.quant import dtype_name
+from jllama.mesh import ROWS
+from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START, STOP
 from jllama.runner import Runner, batch_rows, block_width, cache_slots
 from jllama.sampling import Sampling
 from jllama.settings import Settings, to_sampling
-from jllama.sharding import ROWS, SAMPLING, STOP
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,7 +64,7 @@ class Pool:
         self.most = most
         self.runner = runner
         self._stop_ids = np.array(stop_ids, np.int32)
-        self._least = batch_rows(min(most, 2), 1, dtype_name(runner.params.embedding))
+        self._least = batch_rows(min(most, 2), 1, runner.params.embedding.dtype)
         self._reading: list[Row] = []
         self._places: list[Row | None] = []
         self._state: State | None = None

@@ -40,7 +40,7 @@ def count(path: Path, prompts: Iterable[Prompt], fields: Iterable[str]) -> int:
             prompt = next(wanted, None)
             try:
                 result = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 result = None
             if not isinstance(result, dict) or result.keys() != set(fields):
                 raise ValueError(f"{path}, line {found + 1}: no result of such a run: expected {', '.join(fields)}")

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jllama import native, sharding
-from jllama.config import KVDtype
+from jllama import mesh, processes
 from jllama.model import Params
 from jllama.programs import Program, Programs
 
@@ -19,24 +18,6 @@ _MIN_WIDTH = 16  # of a block of prompt tokens; sizes are powers of two, so that
 _MAX_WIDTH = 512
 _BLOCK_TOKENS = 4096  # the most tokens in a block, all rows together: bounds the memory of long prompts
 _BLOCK_SCORES = 2**26  # the most scores of a block in one layer, float32
-
-
-def prepare(params: Params, *, kernels: str = "auto", kv_dtype: KVDtype = "float32") -> Params:
-    """Say how a model is run.
-
-    Args:
-      params: the model.
-      kernels: "xla"; "native", the package's own for CPUs; or "auto", the latter where they can be used.
-      kv_dtype: "float32" or "bfloat16", what keys and values are kept in.
-
-    Raises:
-      ValueError: another word, or kernels that can't be used here.
-    """
-    on_mesh = sharding.mesh_of(params) is not None
-    if on_mesh and kernels == "native":
-        raise ValueError("kernels = native: they run on a single device: expected no mesh, or kernels = auto")
-    use_native = native.choose(kernels) and not on_mesh
-    return dataclasses.replace(params, config=dataclasses.replace(params.config, kv_dtype=kv_dtype, native=use_native))
 
 
 @dataclasses.dataclass
@@ -56,8 +37,8 @@ class Runner:
     def __init__(self, params: Params, compile_cache: str | Path | None = None) -> None:
         """Take a model; programs are kept in the folder `compile_cache`, or in memory alone."""
         self.params = params
-        self.mesh = sharding.mesh_of(params)
-        self.shards, self.parts = sharding.shape_of(self.mesh)  # of the rows of a batch, and of the model
+        self.mesh = mesh.mesh_of(params)
+        self.shards, self.parts = mesh.shape_of(self.mesh)  # of the rows of a batch, and of the model
         self.timings = Timings()
         self._programs = Programs(params, compile_cache)
 
@@ -78,16 +59,16 @@ class Runner:
         return result
 
     def put(self, tree: Any, where: Any) -> Any:
-        """Lay host arrays out as `where` says: a tree of specs of `sharding`, or one for all."""
-        return sharding.put(self.mesh, tree, where)
+        """Lay host arrays out as `where` says: a tree of specs, or one for all."""
+        return mesh.put(self.mesh, tree, where)
 
     def get(self, tree: Any) -> Any:
         """Fetch small arrays as NumPy's."""
-        return sharding.get(tree)
+        return processes.get(tree)
 
     def agree(self, tree: Any) -> Any:
         """Return what the first of several processes has: all of them must do the same."""
-        return sharding.agree(self.mesh, tree)
+        return processes.agree(self.mesh, tree)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -17,7 +17,8 @@ import oracle
 import tiny
 from jax.sharding import Mesh
 
-from jllama import checkpoint, sharding
+from jllama import checkpoint, programs
+from jllama import mesh as meshes
 from jllama.checkpoint.build import build_params
 from jllama.checkpoint.source import Source
 from jllama.config import Config
@@ -26,6 +27,7 @@ from jllama.pool import Pool
 from jllama.runner import Runner
 from jllama.sampling import argmax
 from jllama.settings import Settings
+from jllama.tensors import fitted
 
 # XLA_FLAGS: the same operations, compiled to slower machine code in half of the time; and eight devices.
 FASTER = "--xla_backend_optimization_level=0"
@@ -47,9 +49,9 @@ CASES = {
 
 
 def mesh_of(text: str) -> Mesh:
-    """Make a mesh of some of the devices; `sharding.make_mesh` takes all."""
-    shape = sharding.parse(text)
-    return Mesh(np.array(jax.devices()[: shape.data * shape.model]).reshape(shape), sharding.Shape._fields)
+    """Make a mesh of some of the devices; `mesh.make_mesh` takes all."""
+    shape = meshes.parse(text)
+    return Mesh(np.array(jax.devices()[: shape.data * shape.model]).reshape(shape), meshes.Shape._fields)
 
 
 def llama_weights(name: str) -> oracle.Weights:
@@ -69,7 +71,7 @@ def load(name: str, dtype: str, mesh: Mesh | None, folder: Path) -> Params:
     if name == "gpt2":
         return checkpoint.load(folder, dtype=dtype, mesh=mesh)
     sources = {n: Source(a.shape, lambda start, stop, a=a: a[start:stop]) for n, a in llama_weights(name).items()}
-    return build_params(LLAMAS[name][0], sources, dtype=dtype, origin="test", mesh=mesh)
+    return build_params(fitted(LLAMAS[name][0], sources), sources, dtype=dtype, origin="test", mesh=mesh)
 
 
 def greedy(params: Params, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,9 +108,9 @@ def compare(case: str, folder: Path) -> dict[str, Any]:
     for text in CASES[case]:
         mesh = mesh_of(text)
         params = load(name, dtype, mesh, folder)
-        rows = sharding.ROWS
-        run = sharding.over(mesh, greedy, (sharding.specs(params), rows, rows), (rows, rows))
-        arguments = (params, *sharding.put(mesh, (tokens, length), rows))
+        rows = meshes.ROWS
+        run = programs.over(mesh, greedy, (meshes.specs(params), rows, rows), (rows, rows))
+        arguments = (params, *meshes.put(mesh, (tokens, length), rows))
         program = run.lower(*arguments).compile()
         found_ids, found = map(np.asarray, program(*arguments))
         errors = np.abs(found - logits).max(axis=(1, 2))

@@ -7,6 +7,7 @@ import re
 import jinja2
 import pytest
 import tokenizers
+from gguf_writer import gguf_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
@@ -184,14 +185,13 @@ def test_a_checkpoints_own_template_comes_first(tmp_path):
     assert tok.decode(find_template(tmp_path / "model.safetensors", tok).render([user("x")])) == "cx"
 
 
-def test_the_template_inside_a_gguf_file(monkeypatch, tmp_path):
-    gguf_file = pytest.importorskip("jllama.gguf_file")
+def test_the_template_inside_a_gguf_file(tmp_path):
     tok, _ = make(tmp_path, CHATML)
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(gguf_file, "metadata", lambda path: {"tokenizer.chat_template": "g{{ messages[0].content }}"})
-    assert tok.decode(find_template(tmp_path / "x.gguf", tok).render([user("x")])) == "gx"
-    monkeypatch.setattr(gguf_file, "metadata", lambda path: {})
-    assert tok.decode(find_template(tmp_path / "x.gguf", tok).render([user("x")])).startswith("<|im_start|>user")
+    file = tmp_path / "x.gguf"
+    file.write_bytes(gguf_bytes({"tokenizer.chat_template": "g{{ messages[0].content }}"}, {}))
+    assert tok.decode(find_template(file, tok).render([user("x")])) == "gx"
+    file.write_bytes(gguf_bytes({}, {}))
+    assert tok.decode(find_template(file, tok).render([user("x")])).startswith("<|im_start|>user")
 
 
 def test_a_model_without_a_template_is_named(tmp_path):

@@ -18,18 +18,19 @@ from jllama import executables
 TESTS = Path(__file__).resolve().parent
 # A start of its own, without JAX's cache: says what was compiled, and what came out.
 START = """
-import json, sys
+import dataclasses, json, sys
 import jax
 import tiny
 from jllama import LLM
-from jllama.runner import prepare
+from jllama.run import choose
 
 traced = []
 jax.monitoring.register_event_duration_secs_listener(lambda name, *a, **k: traced.append(name))
 params, _ = tiny.model("gqa")
 letters = tiny.Letters([b""] * 3 + [bytes([33 + i]) for i in range(94)])
 traced.clear()
-llm = LLM(prepare(params, kernels=sys.argv[2]), letters, compile_cache=sys.argv[1])
+params = dataclasses.replace(params, run=dataclasses.replace(choose(), stacked=False))
+llm = LLM(params, letters, compile_cache=sys.argv[1])
 found = llm.generate(["ab", "c"], seed=3, max_new_tokens=9)
 programs = [name for name in traced if name.endswith("backend_compile_duration")]
 print(json.dumps({"tokens": [c.tokens for c in found], "logprobs": [c.logprobs for c in found],
@@ -41,7 +42,7 @@ ENVIRONMENT = os.environ | {
 
 
 def begin(folder: Path, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", START, str(folder), "auto"]
+    command = [sys.executable, "-c", START, str(folder)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=ENVIRONMENT | environment, stdout=pipe, stderr=pipe, text=True)
 

@@ -12,9 +12,12 @@ import pytest
 import tiny
 
 from jllama import checkpoint
+from jllama.checkpoint.build import sources_of
 from jllama.config import Config, RopeScaling
-from jllama.model import Norm, forward, init_cache, norm, prefill, rotary_frequencies, step
-from jllama.quant import Linear, QuantizedWeight, dequantize, linear, quantize, take
+from jllama.model import Norm, Params, forward, init_cache, norm, prefill, rotary_frequencies, step
+from jllama.run import Run
+from jllama.weights import Int8, Linear, Plain, linear, take
+from jllama.weights.int8 import quantize
 
 jit_forward, jit_step, jit_prefill = jax.jit(forward), jax.jit(step), jax.jit(prefill)
 
@@ -140,6 +143,31 @@ def test_epsilon_of_the_norm() -> None:
         np.testing.assert_allclose(norm(config, Norm(jnp.ones(4)), x), 1e-3 * scale, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_layers_in_one_stack_compute_the_same(dtype: str) -> None:
+    params, weights = tiny.model("mqa", dtype)  # three layers
+    stacked = tiny.params(weights, params.config, dtype, Run(stacked=True))
+    assert len(stacked.layers) == 1
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(stacked.layers)} == {3}
+    tokens = tiny.ids(params.config, 3, 12)
+    cache = init_cache(stacked, 3, 16)
+    assert cache.k[0].shape == (3, 3, 16, 8)
+    logits, cache = jax.jit(prefill)(stacked, cache, tokens[:, :8], jnp.array([8, 8, 5]))
+    logits, cache = jax.jit(step)(stacked, cache, jnp.asarray(tokens[:, 8]), jnp.array([8, 8, 5]))
+    ragged = [tokens[0, :9], tokens[1, :9], [*tokens[2, :5], tokens[2, 8]]]
+    for found, ids in zip(np.asarray(logits), ragged, strict=True):
+        expected = oracle.forward(weights, params.config, np.array(ids))[-1]
+        error = np.abs(found - expected)
+        assert error.max() < 1e-4 if dtype == "float32" else error.mean() < 0.06 * expected.std()
+    names = arrays_of(stacked)
+    for name, array in arrays_of(params).items():
+        np.testing.assert_array_equal(names[name], array)
+
+
+def arrays_of(params: Params) -> oracle.Weights:
+    return {name: source.read(0, source.shape[0]) for name, source in sources_of(params).items()}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("fine", [False, True])
@@ -147,16 +175,17 @@ def test_linear_of_stored_types(dtype: str, rows: int, fine: bool) -> None:
     rng = np.random.default_rng(0)
     w, x = rng.normal(0, 1, (40, 64)).astype(np.float32), rng.normal(0, 1, (rows, 64)).astype(np.float32)
     x[0, 3] = 50  # one large input leaves few levels for the others
-    stored = quantize(jnp.array(w)) if dtype == "int8" else jnp.array(w, jnp.bfloat16)
-    exact_weights = np.array(dequantize(stored), np.float64)
+    stored = quantize(jnp.array(w)) if dtype == "int8" else Plain(jnp.array(w, jnp.bfloat16))
+    exact_weights = np.array(stored.decode(), np.float64)
     x_stored = np.array(jnp.array(x, jnp.bfloat16), np.float64) if dtype == "bfloat16" else rounded(x)
     if dtype == "int8" and (fine or rows == 1):
         x_stored = x_stored + rounded(x - x_stored)
         assert np.abs(x_stored - x).max() < 1e-3
-    found = np.array(jax.jit(linear, static_argnames="fine")(Linear(stored), jnp.array(x), fine=fine))
+    product = jax.jit(linear, static_argnums=2, static_argnames="fine")
+    found = np.array(product(Linear(stored), jnp.array(x), Run(), fine=fine))
     np.testing.assert_allclose(found, x_stored @ exact_weights.T, atol=1e-3)
     ids = jnp.array([3, 39, 0])
-    np.testing.assert_array_equal(take(stored, ids), dequantize(stored)[ids])
+    np.testing.assert_array_equal(take(stored, ids, Run()), stored.decode()[ids])
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -169,8 +198,8 @@ def test_quantisation_error_is_bounded() -> None:
     w = np.random.default_rng(1).normal(0, 1, (30, 50)).astype(np.float32)
     w[7] = 0
     q = quantize(jnp.array(w))
-    assert isinstance(q, QuantizedWeight)
-    error = np.abs(np.array(dequantize(q)) - w)
+    assert isinstance(q, Int8)
+    error = np.abs(np.array(q.decode()) - w)
     assert (error <= np.array(q.scale)[:, None] * 0.5001).all()
     assert not error[7].any()
 

@@ -12,9 +12,9 @@ from console import Run, error
 
 from jllama import checkpoint, plan
 from jllama.config import from_toml
+from jllama.mesh import Shape
 from jllama.model import init_cache
 from jllama.plan import Device
-from jllama.sharding import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,8 +25,8 @@ PARAMETERS = L * (LAYER + 2 * D) + D + 2 * V * D
 
 
 def planned(name: str, dtype: str, mesh: Shape, batch: int, *devices: Device) -> plan.Plan:
-    config, tied = from_toml(ROOT / f"configs/{name}.toml")
-    return plan.plan(checkpoint.random_contents(config, tied=tied), dtype, mesh, batch, devices or plan.DEVICES)
+    config = from_toml(ROOT / f"configs/{name}.toml")
+    return plan.plan(checkpoint.random_contents(config), dtype, mesh, batch, devices or plan.DEVICES)
 
 
 def test_70b_on_eight_devices_by_hand() -> None:
@@ -67,16 +67,16 @@ def test_int8_has_a_scale_a_row() -> None:
 
 @pytest.mark.parametrize("dtype", checkpoint.DTYPES)
 def test_the_plan_is_what_a_model_takes(dtype: str) -> None:
-    config, tied = from_toml(ROOT / "configs/stories260K.toml")
-    params = checkpoint.random(config, dtype=dtype, tied=tied)
+    config = from_toml(ROOT / "configs/stories260K.toml")
+    params = checkpoint.random(config, dtype=dtype)
     found = planned("stories260K", dtype, Shape(), 4)
     assert found.weights == found.read == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert found.slot * 256 == sum(leaf.nbytes for leaf in jax.tree.leaves(init_cache(params, 4, 256)))
 
 
 def test_the_longest_context_is_the_last_that_fits() -> None:
-    config, tied = from_toml(ROOT / "configs/llama3.1_8b.toml")
-    contents = checkpoint.random_contents(config, tied=tied)
+    config = from_toml(ROOT / "configs/llama3.1_8b.toml")
+    contents = checkpoint.random_contents(config)
     need = plan.plan(contents, "int8", Shape(), 2, [])
     for slots in (256, 512, 65536):
         peak = need.weights + need.slot * (slots if slots == 256 else slots * 3 // 2)  # the old cache is still there

@@ -9,36 +9,40 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jllama"
 
 # What each room may import from the others; a folder is one room.
 ROOMS = {
+    "errors": set(),  # which all may import
     "config": set(),
-    "native": set(),
-    "quant": {"native"},
-    "model": {"config", "native", "quant"},
+    "kernels": set(),
+    "run": {"kernels"},
+    "tensors": {"config"},
+    "weights": {"kernels", "run"},
+    "model": {"config", "kernels", "run", "weights"},
     "sampling": set(),
     "decode": {"model", "sampling"},
     "rows": {"decode"},
-    "executables": set(),
-    "programs": {"decode", "executables", "model", "rows", "sharding"},
-    "sharding": {"config", "decode", "model", "quant", "sampling"},
+    "mesh": {"config", "model", "tensors", "weights"},
+    "processes": set(),
+    "executables": {"kernels"},
+    "programs": {"decode", "executables", "mesh", "model", "rows", "sampling"},
     "text": set(),
     "gguf_file": set(),
     "tokenizer": {"gguf_file", "text"},
     "chat": {"gguf_file", "tokenizer"},
-    "checkpoint": {"config", "quant", "model", "gguf_file", "sharding"},
+    "checkpoint": {"config", "weights", "model", "gguf_file", "mesh", "run", "tensors"},
     "settings": {"sampling"},
-    "runner": {"config", "model", "native", "programs", "sharding"},
-    "pool": {"decode", "programs", "quant", "runner", "sampling", "settings", "sharding"},
+    "runner": {"mesh", "model", "processes", "programs"},
+    "pool": {"decode", "mesh", "programs", "runner", "sampling", "settings"},
     "generation": {"pool", "runner", "settings", "text", "tokenizer"},
-    "llm": {"checkpoint", "config", "generation", "model", "pool", "programs", "quant", "runner", "settings"}
-    | {"sharding", "tokenizer"},
+    "llm": {"checkpoint", "generation", "mesh", "model", "pool", "programs", "run", "runner", "settings"}
+    | {"tokenizer"},
     "prompts": {"generation", "settings"},
     "session": {"chat", "generation", "llm", "pool", "settings"},
-    "bench": {"decode", "model", "programs", "quant", "runner", "sampling", "settings"},
+    "bench": {"decode", "model", "programs", "run", "runner", "sampling", "settings", "tensors", "weights"},
     "report": {"bench"},
     "results": {"generation"},
-    "plan": {"checkpoint", "model", "runner", "sharding"},
+    "plan": {"checkpoint", "mesh", "model", "run", "runner"},
     "flags": {"checkpoint", "settings"},
     "cli": {"bench", "chat", "checkpoint", "config", "generation", "llm", "model", "prompts", "report", "session"}
-    | {"flags", "plan", "results", "runner", "settings", "sharding", "tokenizer"},
+    | {"flags", "mesh", "plan", "processes", "results", "run", "settings", "tokenizer"},
     "__init__": {"checkpoint", "generation", "llm", "settings", "tokenizer"},
 }
 
@@ -64,7 +68,7 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_room_imports_only_what_it_may(path: Path) -> None:
-    assert imports(path) <= ROOMS[room(path)]
+    assert imports(path) <= ROOMS[room(path)] | {"errors"}
 
 
 def test_every_room_is_there() -> None:
@@ -72,8 +76,8 @@ def test_every_room_is_there() -> None:
 
 
 def test_the_heart_can_be_read_in_an_hour() -> None:
-    heart = ("config", "quant", "model", "sampling", "decode")
-    assert sum(len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in heart) < 900
+    heart = ("config", "weights/plain", "model", "sampling", "decode")
+    assert sum(len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in heart) < 1000
 
 
 def test_only_the_command_line_prints() -> None:

@@ -20,11 +20,12 @@ import tiny
 from console import MAIN, Run, error
 from trained import write_tokenizer
 
-from jllama import LLM, checkpoint, sharding, tokenizer
+from jllama import LLM, checkpoint, mesh, tokenizer
 from jllama.checkpoint import build, llama2c
 from jllama.checkpoint.parts import part
 from jllama.checkpoint.source import Source
 from jllama.config import Config, ConfigError, from_toml
+from jllama.tensors import fitted
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {
@@ -40,8 +41,8 @@ NEW = 12  # tokens that the command line is asked for
 
 
 def test_meshes_are_read() -> None:
-    assert sharding.parse("data:2,model:4") == sharding.parse("model:4,data:2") == sharding.Shape(2, 4)
-    assert sharding.parse("model:8") == sharding.Shape(1, 8)
+    assert mesh.parse("data:2,model:4") == mesh.parse("model:4,data:2") == mesh.Shape(2, 4)
+    assert mesh.parse("model:8") == mesh.Shape(1, 8)
     for text in (
         "",
         "8",
@@ -55,23 +56,23 @@ def test_meshes_are_read() -> None:
         "data:²",
     ):
         with pytest.raises(ValueError, match="expected data:N, model:N or data:N,model:N"):
-            sharding.parse(text)
+            mesh.parse(text)
     with pytest.raises(ValueError, match=r"data:2,model:4 needs 8 devices, and there are 1"):
-        sharding.make_mesh("data:2,model:4")
-    assert sharding.make_mesh("data:1").shape == {"data": 1, "model": 1}
+        mesh.make_mesh("data:2,model:4")
+    assert mesh.make_mesh("data:1").shape == {"data": 1, "model": 1}
 
 
 def test_the_sizes_of_a_part() -> None:
     config = tiny.CONFIGS["gqa"][0]  # 8 query heads, 2 key heads
-    assert sharding.part(config, 1) == config
-    local = sharding.part(config, 2)
+    assert mesh.local_config(config, 1) == config
+    local = mesh.local_config(config, 2)
     assert (local.n_heads, local.n_kv_heads, local.hidden_dim, local.head_dim) == (4, 1, 40, 6)
     assert (local.dim, local.vocab_size) == (48, 97)
-    assert sharding.part(config, 8).n_kv_heads == 1
+    assert mesh.local_config(config, 8).n_kv_heads == 1
     with pytest.raises(ValueError, match=r"n_heads = 8.*multiple of 3; hidden_dim = 80.*; n_kv_heads = 2"):
-        sharding.part(config, 3)
+        mesh.local_config(config, 3)
     with pytest.raises(ValueError, match=r"n_kv_heads = 6: expected a multiple or a divisor of 4$"):
-        sharding.part(Config(48, 80, 1, 12, 6, 97, 64), 4)
+        mesh.local_config(Config(48, 80, 1, 12, 6, 97, 64), 4)
 
 
 def test_a_config_file_names_no_axis(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def sources_of(weights: oracle.Weights) -> dict[str, Source]:
 def test_parts_make_up_the_whole(count: int) -> None:
     config = tiny.CONFIGS["gqa"][0]
     weights = meshes.llama_weights("gqa") | {"layers.0.attention.wo.bias": np.arange(48, dtype=np.float32)}
-    parts = [part(sources_of(weights), config, i, count) for i in range(count)]
+    parts = [part(sources_of(weights), fitted(config, weights), i, count) for i in range(count)]
     for name, whole in weights.items():
         found = [p[name].read(0, p[name].shape[0]) for p in parts]
         assert [f.shape for f in found] == [p[name].shape for p in parts]
@@ -110,9 +111,9 @@ def test_parts_make_up_the_whole(count: int) -> None:
 def test_a_part_in_int8_has_the_scales_of_whole_rows() -> None:
     weights = meshes.llama_weights("gqa")
     name = "layers.0.feed_forward.w2.weight"
-    (whole,) = build._read([[sources_of(weights)[name]]], "int8")
+    (whole,) = build._read([[[sources_of(weights)[name]]]], "int8", stacked=False)
     parts = [part(sources_of(weights), tiny.CONFIGS["gqa"][0], i, 4)[name] for i in range(4)]
-    for i, found in enumerate(build._read([[p] for p in parts], "int8")):
+    for i, found in enumerate(build._read([[[p]] for p in parts], "int8", stacked=False)):
         np.testing.assert_array_equal(found.values, whole.values[:, 20 * i : 20 * i + 20])
         np.testing.assert_array_equal(found.scale, whole.scale)
 
@@ -288,8 +289,8 @@ def test_two_processes_read_a_half_each(model: Path, alone: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
 @pytest.mark.parametrize("dtype", build.DTYPES)
 def test_a_process_has_memory_for_its_part_alone(tmp_path: Path, dtype: str) -> None:
-    config, tied = from_toml(ROOT / "configs/stories110M.toml")
-    head = llama2c.Header(0, config, tied)
+    config = from_toml(ROOT / "configs/stories110M.toml")
+    head = llama2c.Header(0, config)
     path = tmp_path / "sparse.bin"
     path.write_bytes(llama2c._pack(head))
     os.truncate(path, llama2c.file_size(head))
@@ -348,8 +349,8 @@ def test_what_does_not_go_with_several_devices(run: Run, model: Path, tmp_path: 
 
 
 def test_a_model_knows_its_mesh(model: Path) -> None:
-    for mesh in ("data:1,model:1", sharding.make_mesh("data:1")):
-        llm = LLM.load(model, mesh=mesh)
-        assert llm.runner.mesh == sharding.mesh_of(llm.params) == sharding.make_mesh("data:1")
+    for where in ("data:1,model:1", mesh.make_mesh("data:1")):
+        llm = LLM.load(model, mesh=where)
+        assert llm.runner.mesh == mesh.mesh_of(llm.params) == mesh.make_mesh("data:1")
         assert llm.score("one two").logprobs.shape == LLM.load(model).score("one two").logprobs.shape
     assert LLM.load(model).runner.mesh is None

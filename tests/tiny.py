@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from jllama.checkpoint.build import build_params
+from jllama.checkpoint.build import build_params, sources_of
 from jllama.checkpoint.source import Source
 from jllama.config import Config, RopeScaling
 from jllama.llm import LLM
 from jllama.model import Params, forward, head, init_cache
+from jllama.run import Run
 from jllama.settings import Settings, to_sampling
+from jllama.tensors import fitted
 from jllama.tokenizer import Tokenizer
 
 # name -> config, tied: multi-head and grouped heads, head_dim other than dim / heads, stretched rotary frequencies
@@ -25,10 +27,15 @@ CONFIGS = {
 _forward = jax.jit(forward)
 
 
-def params(weights: oracle.Weights, config: Config, dtype: str = "float32") -> Params:
+def params(weights: oracle.Weights, config: Config, dtype: str = "float32", run: Run | None = None) -> Params:
     """Build a model from a dict of tensors."""
     sources = {name: Source(a.shape, lambda start, stop, a=a: a[start:stop]) for name, a in weights.items()}
-    return build_params(config, sources, dtype=dtype, origin="test")
+    return build_params(fitted(config, weights), sources, dtype=dtype, origin="test", run=run or Run())
+
+
+def running(params: Params, run: Run) -> Params:
+    """Build a model again, to be run in another way."""
+    return build_params(params.config, sources_of(params), dtype=params.embedding.dtype, origin="test", run=run)
 
 
 def model(name: str, dtype: str = "float32", seed: int = 0) -> tuple[Params, oracle.Weights]:
@@ -96,7 +103,7 @@ def assert_same(found: oracle.Weights, expected: oracle.Weights) -> None:
 PEAK = """
 import sys
 import jax
-from jllama import checkpoint, sharding
+from jllama import checkpoint, mesh, processes
 
 def peak():
     with open("/proc/self/status") as status:
@@ -104,10 +111,10 @@ def peak():
 
 path, dtype, *process = sys.argv[1:]
 if process:
-    sharding.connect(f"127.0.0.1:{process[0]}", 2, int(process[1]))
-mesh = sharding.make_mesh("model:2") if process else None
+    processes.connect(f"127.0.0.1:{process[0]}", 2, int(process[1]))
+on = mesh.make_mesh("model:2") if process else None
 jax.device_put([0.0])[0].block_until_ready()
 before = peak()
-params = checkpoint.load(path, dtype=dtype, mesh=mesh)
+params = checkpoint.load(path, dtype=dtype, mesh=on)
 print(peak() - before, sum(s.data.nbytes for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards))
 """

@@ -6,9 +6,10 @@ import sys
 import jax
 import numpy as np
 
-from jllama import LLM, checkpoint, sharding, tokenizer
+from jllama import LLM, checkpoint, processes, tokenizer
 from jllama.checkpoint.build import build_params
 from jllama.checkpoint.source import Source
+from jllama.mesh import make_mesh
 
 read = dict[str, int]()  # elements of each tensor
 
@@ -23,8 +24,8 @@ def recording(name: str, source: Source) -> Source:
 
 
 def main(path: str, port: str, process: str) -> None:
-    sharding.connect(f"127.0.0.1:{port}", 2, int(process))
-    mesh = sharding.make_mesh("model:2")
+    processes.connect(f"127.0.0.1:{port}", 2, int(process))
+    mesh = make_mesh("model:2")
     found = checkpoint.read(path)
     sources = {name: recording(name, source) for name, source in found.sources.items()}
     params = build_params(found.config, sources, dtype="float32", origin=path, mesh=mesh)

@@ -210,7 +210,7 @@ def train(work: Path, sizes: Sizes) -> Params:
     corpus = sequences(work / "corpus.npy", sizes.config.max_seq_len)
     held_out = sequences(work / "held_out.npy", sizes.config.max_seq_len)[: 4 * sizes.batch]
     tools = optimiser(sizes.steps)
-    params = checkpoint.random(sizes.config, tied=True)
+    params = checkpoint.random(dataclasses.replace(sizes.config, tied=True))
     state = (params, tools.init(params), jnp.int32(0))
     if (work / "state.npz").exists():
         state = load_state(work / "state.npz", state)

@@ -18,16 +18,18 @@ from jllama import gguf_file
 from jllama.checkpoint import gguf, hub, huggingface, llama2c, meta
 from jllama.checkpoint.build import (
     DTYPES,
+    PLAIN,
     CheckpointError,
     Contents,
     abstract_params,
     build_params,
-    expand,
-    tensor_shapes,
 )
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
+from jllama.gguf_file import Header
 from jllama.model import Params
+from jllama.run import Run
+from jllama.tensors import Tensor, tensors
 
 __all__ = [
     "DTYPES",
@@ -77,7 +79,7 @@ class _Format(NamedTuple):
 
 
 _FORMATS = (
-    _Format("a GGUF file", lambda path, head: head.startswith(gguf_file.MAGIC), gguf.read),
+    _Format("a GGUF file", lambda path, head: gguf_file.recognises(head), gguf.read),
     # Before Meta's: some of these folders hold Meta's files too.
     _Format("a Hugging Face folder (config.json, .safetensors)", huggingface.recognises, huggingface.read),
     _Format("Meta's params.json with .pth or .npy files", meta.recognises, meta.read),
@@ -86,7 +88,15 @@ _FORMATS = (
 )
 
 
-def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = None, mesh: Mesh | None = None) -> Params:
+def load(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    rope_theta: float | None = None,
+    run: Run = PLAIN,
+    mesh: Mesh | None = None,
+    header: Header | None = None,
+) -> Params:
     """Load a model from a file or folder, whose format is found out by its content.
 
     Args:
@@ -95,8 +105,10 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
       dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
         the file stores; norms are float32 always.
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
-      mesh: the devices that it is laid out over (`sharding.make_mesh`), each with its own part; only those of this
+      run: how it will be run (`run.choose`).
+      mesh: the devices that it is laid out over (`mesh.make_mesh`), each with its own part; only those of this
         process are read. None: the default device.
+      header: that of a GGUF file which was read already.
 
     Raises:
       CheckpointError: the file cannot be opened, is of another kind, or does not fit its own header.
@@ -105,15 +117,15 @@ def load(path: str | Path, *, dtype: str = "auto", rope_theta: float | None = No
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
-    contents = read(path)
+    contents = read(path, header=header)
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
     dtype = contents.dtype if dtype == "auto" else dtype
-    return build_params(config, contents.sources, dtype=dtype, origin=str(path), mesh=mesh)
+    return build_params(config, contents.sources, dtype=dtype, origin=str(path), run=run, mesh=mesh)
 
 
-def read(path: str | Path) -> Contents:
-    """Find out what is in a file or folder, without reading its tensors; `path` and errors are those of `load`."""
-    return _read(hub.local(path))
+def read(path: str | Path, *, header: Header | None = None) -> Contents:
+    """Find out what is in a file or folder, without reading its tensors; arguments and errors are those of `load`."""
+    return _read(hub.local(path), header)
 
 
 def save(params: Params, path: str | Path, *, form: str = "llama2c", version: int = 0) -> None:
@@ -139,7 +151,7 @@ def save(params: Params, path: str | Path, *, form: str = "llama2c", version: in
 
 
 def random(
-    config: Config, *, dtype: str = "float32", tied: bool = False, seed: int = 0, mesh: Mesh | None = None
+    config: Config, *, dtype: str = "float32", seed: int = 0, run: Run = PLAIN, mesh: Mesh | None = None
 ) -> Params:
     """Make a model of random weights: uniform matrices with standard deviation 1 / sqrt(in), norms of ones.
 
@@ -150,15 +162,15 @@ def random(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: expected {', '.join(DTYPES)}")
-    sources = random_contents(config, tied=tied, seed=seed).sources
-    return build_params(config, sources, dtype=dtype, origin="random weights", mesh=mesh)
+    sources = random_contents(config, seed=seed).sources
+    return build_params(config, sources, dtype=dtype, origin="random weights", run=run, mesh=mesh)
 
 
-def random_contents(config: Config, *, tied: bool = False, seed: int = 0) -> Contents:
+def random_contents(config: Config, *, seed: int = 0) -> Contents:
     """Give random weights as if they were in a file of float32."""
 
-    def source(name: str, shape: tuple[int, ...]) -> Source:
-        key = (seed, *name.encode())
+    def source(name: str, tensor: Tensor) -> Source:
+        key, shape = (seed, *name.encode()), tensor.shape
 
         def ones(start: int, stop: int) -> Array:
             return np.ones(stop - start, np.float32)
@@ -174,13 +186,14 @@ def random_contents(config: Config, *, tied: bool = False, seed: int = 0) -> Con
 
         return Source(shape, ones if len(shape) == 1 else uniform)
 
-    shapes = tensor_shapes(config, tied=tied)
-    sources = {name: source(name, shape) for kind, shape in shapes.items() for name in expand(kind, config.n_layers)}
+    sources = {name: source(name, tensor) for tensor in tensors(config) for name in tensor.names(config)}
     return Contents(config, sources, "float32")
 
 
-def _read(path: Path) -> Contents:
+def _read(path: Path, header: Header | None) -> Contents:
     try:
+        if header is not None:
+            return gguf.read(path, header)
         head = b""
         if not path.is_dir():
             with open(path, "rb") as file:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 import mmap
 import re
@@ -21,9 +22,11 @@ from jllama import gguf_file
 from jllama.checkpoint.build import CheckpointError, Contents
 from jllama.checkpoint.mapped import interleaved, map_file, release, rows_of, strided
 from jllama.checkpoint.source import Array, Source
-from jllama.config import Config, ConfigError, RopeScaling
-from jllama.gguf_file import GGUFError, TensorInfo
+from jllama.config import GPT2, Config, ConfigError, RopeScaling
+from jllama.errors import listed, quoted, shown
+from jllama.gguf_file import GGUFError, Header, TensorInfo
 from jllama.model import rotary_frequencies
+from jllama.tensors import fitted
 
 _NAMES = {
     "token_embd": "tok_embeddings",
@@ -55,7 +58,7 @@ _FAMILIES = {
     "llama": _Family(_NAMES),
     "qwen2": _Family(_NAMES, half_split=True),
     "qwen3": _Family(_NAMES, half_split=True),
-    "gpt2": _Family(_GPT2_NAMES, switches={"norm": "layer", "position": "learned", "activation": "gelu"}),
+    "gpt2": _Family(_GPT2_NAMES, switches=GPT2),
 }
 
 _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(jnp.bfloat16)}
@@ -66,32 +69,38 @@ _ROTATED = re.compile(r"layers\.\d+\.attention\.(wq|wk|q_norm|k_norm)\.")
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
-def read(path: Path) -> Contents:
-    """Check a file's metadata and tensor list, and map its tensors without reading them.
+def read(path: Path, header: Header | None = None) -> Contents:
+    """Check metadata and tensor lists of a file, or of all parts of a model, and map the tensors without reading them.
 
-    The nearest dtype is int8 for a file with quantised matrices, bfloat16 where all are that, else float32 (which is
-    exact for float16).
+    `header` is that of `path`, where it was read already. The nearest dtype is int8 for a file with quantised matrices,
+    bfloat16 where all are that, else float32 (which is exact for float16).
 
     Raises:
       CheckpointError: the file is damaged, of an unknown architecture or has tensors that can't be read; all are named.
       OSError: the file cannot be opened.
     """
     try:
-        metadata, tensors = gguf_file.read(path)
+        parts = gguf_file.read_parts(path, header)
     except GGUFError as e:
         raise CheckpointError(str(e)) from e
+    metadata = parts[path].metadata
     architecture = metadata.get("general.architecture")
     if (family := _FAMILIES.get(str(architecture))) is None:
         expected = ", ".join(_FAMILIES)
-        raise CheckpointError(f"{path}: general.architecture = {ascii(architecture)[:40]}, expected one of {expected}")
-    with open(path, "rb") as file:
-        data = map_file(file)
+        raise CheckpointError(f"{path}: general.architecture = {quoted(architecture)}, expected one of {expected}")
     problems: list[str] = []
-    raw = _sources(data, tensors, problems)
+    tensors: dict[str, TensorInfo] = {}
+    raw: dict[str, Source] = {}
+    for part, (keys, found) in parts.items():
+        problems += [f"{shown(name)} is in two of the model's files" for name in found.keys() & tensors.keys()]
+        tensors |= found
+        with open(part, "rb") as file:
+            data = map_file(file)
+        raw |= _sources(data, found, keys.get("general.alignment", gguf_file.DEFAULT_ALIGNMENT), problems)
     divisors = raw.pop(_ROPE_DIVISORS, None)
     config = _config(metadata, family, tensors.get("token_embd.weight"), problems)
     if config is None or problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}")
+        raise CheckpointError(f"{path}: {listed(problems)}")
     if divisors is not None:
         try:
             config = _stretched(config, divisors.read(0, divisors.shape[0]))
@@ -100,7 +109,7 @@ def read(path: Path) -> Contents:
     sources = _renamed(raw, config, family.names)
     if family.half_split:
         sources = {name: interleaved(s, config.head_dim) if _ROTATED.match(name) else s for name, s in sources.items()}
-    return Contents(config, sources, _nearest_dtype(tensors))
+    return Contents(fitted(config, sources), sources, _nearest_dtype(tensors))
 
 
 def _nearest_dtype(tensors: Mapping[str, TensorInfo]) -> str:
@@ -120,7 +129,7 @@ def _config(
         value = metadata.get(f"{architecture}.{key}", default)
         if type(value) is kind:
             return value
-        fault = "is missing" if value is None else f"= {ascii(value)[:40]}"
+        fault = "is missing" if value is None else f"= {quoted(value)}"
         problems.append(f"{architecture}.{key} {fault}, expected {'an integer' if kind is int else 'a number'}")
         return kind(1)
 
@@ -156,7 +165,7 @@ def _config(
     }
     for key, expected in fixed.items():
         if (value := metadata.get(f"{architecture}.{key}", expected)) != expected:
-            problems.append(f"{architecture}.{key} = {ascii(value)[:40]}, expected {expected!r}")
+            problems.append(f"{architecture}.{key} = {quoted(value)}, expected {expected!r}")
     return config
 
 
@@ -181,9 +190,12 @@ def _stretched(config: Config, divisors: Array) -> Config:
     raise ConfigError(f"divisors from {divisors.min():g} to {divisors.max():g} that are not those of Llama 3.1's kind")
 
 
-def _sources(data: mmap.mmap, tensors: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:
+def _sources(
+    data: mmap.mmap, tensors: Mapping[str, TensorInfo], alignment: int, problems: list[str]
+) -> dict[str, Source]:
     """Map all tensors, by the file's own names; what can't be mapped is added to `problems`."""
     sources = {}
+    spans: list[tuple[int, int, str]] = []
     blocks = _block_types({tensor.type for tensor in tensors.values()} - set(_PLAIN))
     for name, (shape, kind, offset) in tensors.items():
         block = blocks.get(kind)
@@ -197,12 +209,17 @@ def _sources(data: mmap.mmap, tensors: Mapping[str, TensorInfo], problems: list[
         else:
             problems.append(f"{name} is {list(shape)}, expected rows of a multiple of {block.numbers} in {block.name}")
             continue
+        spans.append((offset, size, name))
         if offset + size > len(data):
             problems.append(f"{name} has {size} bytes from byte {offset} on, but the file has {len(data)}")
         elif block is None:
             sources[name] = strided(data, _PLAIN[kind], offset, shape)
         else:
             sources[name] = _quantised(data, offset, shape, block)
+    # Wrong offsets show in overlaps and gaps.
+    for (start, size, name), (begin, _, other) in itertools.pairwise(sorted(spans)):
+        if begin != (end := -(-(start + size) // alignment) * alignment) and not problems:
+            problems.append(f"{other} begins at byte {begin}, expected {end}, where {name} ends")
     return sources
 
 
@@ -244,7 +261,8 @@ def _quantised(data: mmap.mmap, offset: int, shape: tuple[int, ...], block: _Blo
     def read(start: int, stop: int) -> Array:
         release(data)
         blocks = np.frombuffer(data, np.uint8, (stop - start) * row, offset + start * row)
-        return block.dequantize(blocks.reshape(-1, row))
+        with np.errstate(invalid="ignore", over="ignore"):  # scales that aren't finite stay so, and show in the logits
+            return block.dequantize(blocks.reshape(-1, row))
 
     return Source(shape, read)
 

@@ -13,19 +13,21 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import logging
 
 from jllama.checkpoint import safetensors
-from jllama.checkpoint.build import CheckpointError, Contents, expand, optional_shapes, sources_of, tensor_shapes
-from jllama.checkpoint.files import new_folder, parse_json, shown
+from jllama.checkpoint.build import CheckpointError, Contents, sources_of
+from jllama.checkpoint.files import new_folder, parse_json
 from jllama.checkpoint.huggingface_config import Description, fields_of, is_model, parse
 from jllama.checkpoint.mapped import half_split, interleaved
-from jllama.checkpoint.safetensors import Tensor
+from jllama.checkpoint.safetensors import Tensor as SafeTensor
 from jllama.checkpoint.source import Array, Source
+from jllama.config import Config
+from jllama.errors import listed, shown
 from jllama.model import Params
-from jllama.quant import dtype_name
+from jllama.tensors import Tensor, tensors
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -67,12 +69,10 @@ _BUFFERS = re.compile(
 class _Place(NamedTuple):
     """Where a kind of tensor lies in the files."""
 
-    kind: str  # its name in the engine; `{}` stands for the number of each layer
-    shape: tuple[int, ...]
+    tensor: Tensor
     name: str  # its name in the files
     first: int  # of its rows there, after those of other kinds
     transposed: bool  # as GPT-2's `[in, out]`
-    half_split: bool
 
 
 def recognises(path: Path, head: bytes) -> bool:
@@ -109,17 +109,18 @@ def read(path: Path) -> Contents:
     tied = "lm_head.weight" not in tensors and described.tied is not False
     if described.tied and not tied:
         logging.warning("%s: tie_word_embeddings = true, but there is an lm_head.weight: using that", config)
-    places = list(_places(described, tied=tied))
+    sizes = dataclasses.replace(described.config, tied=tied)
+    places = list(_places(described.family, sizes))
     if described.family == "gpt2" and not any(name.startswith("transformer.") for name in tensors):
         places = [place._replace(name=place.name.removeprefix("transformer.")) for place in places]
-    _check(places, tensors, described.config.n_layers, path)
+    _check(places, tensors, sizes.n_layers, path)
     sources, matrices = {}, set()
     for place in places:
-        for kind, name in _names(place, described.config.n_layers):
-            sources[kind] = _source(place, tensors[name], described.config.head_dim)
-            if len(place.shape) == 2:
+        for kind, name in _names(place, sizes.n_layers):
+            sources[kind] = _source(place, tensors[name], sizes.head_dim)
+            if len(place.tensor.shape) == 2:
                 matrices.add(tensors[name].dtype)
-    return Contents(described.config, sources, "bfloat16" if matrices == {"BF16"} else "float32")
+    return Contents(sizes, sources, "bfloat16" if matrices == {"BF16"} else "float32")
 
 
 def save(params: Params, path: str | Path) -> None:
@@ -137,14 +138,14 @@ def save(params: Params, path: str | Path) -> None:
     """
     path = Path(path)
     described = _describe(params, path)
-    dtype = "bfloat16" if dtype_name(params.embedding) == "bfloat16" else "float32"
+    dtype = "bfloat16" if params.embedding.dtype == "bfloat16" else "float32"
     sources, tensors = sources_of(params), {}
-    for place in _places(described, tied=params.output is None):
+    for place in _places(described.family, params.config):
         for kind, name in _names(place, params.config.n_layers):
             source = sources[kind]
-            if place.half_split:
+            if place.tensor.rotary:
                 source = half_split(source, params.config.head_dim)
-            tensors[name] = ("BF16" if dtype == "bfloat16" and len(place.shape) == 2 else "F32", source)
+            tensors[name] = ("BF16" if dtype == "bfloat16" and len(place.tensor.shape) == 2 else "F32", source)
     with new_folder(path) as folder:
         with open(folder / WEIGHTS, "wb") as file:
             safetensors.write(file, tensors)
@@ -165,45 +166,42 @@ def _holds_tensors(path: Path) -> bool:
         return path.suffix == ".safetensors" or file.read(9)[4:] == b"\0\0\0\0{"
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _tensors(path: Path) -> dict[str, SafeTensor]:
     """Map the tensors of a file, or of all files of a folder, without the buffers among them."""
     folder = path if path.is_dir() else path.parent
-    index, single = folder / INDEX, path if _holds_tensors(path) else folder / WEIGHTS
+    named = _holds_tensors(path)
+    index, single = folder / INDEX, path if named else folder / WEIGHTS
     shards = safetensors.shards(index) if index.is_file() else {}
-    if single.is_file() and single.name not in shards.values():
-        tensors = safetensors.read(single)
-    elif shards:
+    # Beside an index a model.safetensors is a left-over, unless it is asked for.
+    if shards and (not named or single.name in shards.values()):
         tensors = safetensors.read_shards(index)
+    elif single.is_file():
+        tensors = safetensors.read(single)
     else:
         raise CheckpointError(f"{folder}: no weights here; expected {WEIGHTS} or {INDEX}")
     return {name: tensor for name, tensor in tensors.items() if not _BUFFERS.fullmatch(name)}
 
 
-def _places(described: Description, *, tied: bool) -> Iterator[_Place]:
-    config, is_gpt2 = described.config, described.family == "gpt2"
-    shapes = tensor_shapes(config, tied=tied)
-    has = (described.qkv_bias, described.wo_bias, described.head_norms)
-    for present, group in zip(has, optional_shapes(config), strict=True):
-        shapes |= group if present else {}
-    rows: dict[str, int] = {}
-    for kind, shape in shapes.items():
-        stem, _, suffix = kind.rpartition(".")
+def _places(family: str, config: Config) -> Iterator[_Place]:
+    is_gpt2, rows = family == "gpt2", dict[str, int]()
+    for tensor in tensors(config):
+        stem, _, suffix = tensor.name.rpartition(".")
         name = f"{(_GPT2 if is_gpt2 else _LLAMA)[stem]}.{suffix}"
-        transposed = is_gpt2 and len(shape) == 2 and stem.startswith("layers")
-        half_split = config.position == "rope" and stem.rpartition(".")[2] in ("wq", "wk", "q_norm", "k_norm")
-        yield _Place(kind, shape, name, rows.get(name, 0), transposed, half_split)
-        rows[name] = rows.get(name, 0) + shape[0]
+        transposed = is_gpt2 and tensor.in_layers and len(tensor.shape) == 2
+        yield _Place(tensor, name, rows.get(name, 0), transposed)
+        rows[name] = rows.get(name, 0) + tensor.shape[0]
 
 
 def _names(place: _Place, n_layers: int) -> Iterator[tuple[str, str]]:
     """Give the names in the engine and in the files, of each layer."""
-    return zip(expand(place.kind, n_layers), expand(place.name, n_layers), strict=True)
+    numbers = range(n_layers) if place.tensor.in_layers else [0]
+    return ((place.tensor.name.format(i), place.name.format(i)) for i in numbers)
 
 
-def _check(places: list[_Place], tensors: Mapping[str, Tensor], n_layers: int, path: Path) -> None:
+def _check(places: list[_Place], tensors: Mapping[str, SafeTensor], n_layers: int, path: Path) -> None:
     expected: dict[str, tuple[int, ...]] = {}
     for place in places:
-        shape = (place.first + place.shape[0], *place.shape[1:])
+        shape = (place.first + place.tensor.shape[0], *place.tensor.shape[1:])
         expected |= {name: shape[::-1] if place.transposed else shape for _, name in _names(place, n_layers)}
     problems = []
     for name, shape in expected.items():
@@ -217,34 +215,31 @@ def _check(places: list[_Place], tensors: Mapping[str, Tensor], n_layers: int, p
             problems.append(f"{name} is {tensor.dtype}, expected {', '.join(safetensors.FLOATS)}")
     problems += [f"{shown(name)} is not a tensor of this model" for name in tensors if name not in expected]
     if problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}")
+        raise CheckpointError(f"{path}: {listed(problems)}")
 
 
-def _source(place: _Place, tensor: Tensor, head_dim: int) -> Source:
+def _source(place: _Place, tensor: SafeTensor, head_dim: int) -> Source:
     def read(start: int, stop: int) -> Array:
         whole = tensor.view()
         return (whole.T if place.transposed else whole)[place.first + start : place.first + stop]
 
-    source = Source(place.shape, read)
-    return interleaved(source, head_dim) if place.half_split else source
+    source = Source(place.tensor.shape, read)
+    return interleaved(source, head_dim) if place.tensor.rotary else source
 
 
 def _describe(params: Params, path: Path) -> Description:
     """Find the family that has everything that a model has."""
-    config, layer = params.config, params.layers[0]
-    qkv_bias, wo_bias, head_norms = (x is not None for x in (layer.wqkv.bias, layer.wo.bias, layer.q_norm))
-    if head_norms:
+    config = params.config
+    if config.head_norms:
         family = "qwen3"
-    elif qkv_bias and not wo_bias:
+    elif config.qkv_bias and not config.wo_bias:
         family = "qwen2"
     else:
         family = "mistral" if config.sliding_window is not None else "llama"
-    described = Description(family, config, params.output is None, qkv_bias, wo_bias, head_norms)
-
-    def flat(x: Description) -> dict[str, Any]:
-        return dataclasses.asdict(x.config) | x._asdict() | {"config": None}
-
-    kept = flat(parse(fields_of(described, "float32"), str(path)))
-    if lost := [f"{name} = {value}" for name, value in flat(described).items() if kept[name] != value]:
+    described = Description(family, config, config.tied)
+    fields = dataclasses.asdict(config)
+    parsed = parse(fields_of(described, "float32"), str(path))
+    kept = dataclasses.asdict(dataclasses.replace(parsed.config, tied=bool(parsed.tied)))
+    if lost := [f"{name} = {value}" for name, value in fields.items() if kept[name] != value]:
         raise CheckpointError(f"{path}: a Hugging Face folder of type {family} cannot hold {', '.join(lost)}")
     return described

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 from absl import logging
 
 from jllama.checkpoint.build import CheckpointError
-from jllama.checkpoint.files import shown
-from jllama.config import Config, ConfigError, RopeScaling
+from jllama.config import GPT2, Config, ConfigError, RopeScaling
+from jllama.errors import listed, shown
 
 # model_type, and the architecture that it goes with
 FAMILIES = {
@@ -48,9 +48,6 @@ class Description(NamedTuple):
     family: str  # one of FAMILIES
     config: Config
     tied: bool | None  # None: it does not say, so that the tensors do
-    qkv_bias: bool = False
-    wo_bias: bool = False
-    head_norms: bool = False  # norms of each query and key head
 
 
 def is_model(fields: Mapping[str, Any]) -> bool:
@@ -74,7 +71,7 @@ def parse(fields: Mapping[str, Any], origin: str) -> Description:
     except ConfigError as e:
         checked.problems.append(str(e))
     if described is None:
-        raise CheckpointError(f"{origin}: {'; '.join(checked.problems)}")
+        raise CheckpointError(f"{origin}: {listed(checked.problems)}")
     return described
 
 
@@ -94,7 +91,7 @@ def fields_of(described: Description, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": None,
-        "attention_bias": described.wo_bias,
+        "attention_bias": config.wo_bias,
         "mlp_bias": False,
         "sliding_window": config.sliding_window,
         "use_sliding_window": config.sliding_window is not None,
@@ -174,7 +171,7 @@ def _gpt2(fields: _Fields) -> Description | None:
     tied = fields.get("tie_word_embeddings", bool, True)
     if fields.problems:
         return None
-    return Description("gpt2", Config(**sizes, norm="layer", position="learned", activation="gelu"), tied)
+    return Description("gpt2", Config(**sizes, **GPT2), tied)
 
 
 def _llama(fields: _Fields, family: str) -> Description | None:
@@ -193,16 +190,16 @@ def _llama(fields: _Fields, family: str) -> Description | None:
     bias = family in ("llama", "qwen3") and fields.get("attention_bias", bool, False)
     if fields.problems:
         return None
-    return Description(
-        family, Config(**values), tied, qkv_bias=bias or family == "qwen2", wo_bias=bias, head_norms=family == "qwen3"
-    )
+    switches: dict[str, Any] = {"qkv_bias": bias or family == "qwen2", "wo_bias": bias, "head_norms": family == "qwen3"}
+    return Description(family, Config(**values, **switches), tied)
 
 
 def _check_dtype(fields: _Fields) -> None:
     # Each tensor tells its own dtype, so the field is not needed; but two that differ make the file suspect.
     fields.agree({name: fields.values.get(name) for name in ("dtype", "torch_dtype")})
-    if fields.values.get("quantization_config") is not None:
-        fields.problems.append("quantization_config: quantised weights are not supported; expected none")
+    for name in ("quantization_config", "quantization"):  # the latter is mlx's
+        if fields.values.get(name) is not None:
+            fields.problems.append(f"{name}: quantised weights are not supported; expected none")
 
 
 def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:

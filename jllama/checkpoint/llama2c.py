@@ -20,18 +20,20 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from jllama.checkpoint.build import CheckpointError, Contents, blocks, expand, sources_of, tensor_shapes
+from jllama.checkpoint.build import CheckpointError, Contents, blocks, sources_of
 from jllama.checkpoint.files import replacing
 from jllama.checkpoint.mapped import map_file, release
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config, ConfigError
 from jllama.model import Params
+from jllama.tensors import tensors
 
 MAGIC = 0x616B3432
 FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
 
 _GROUP_SIZE = 64
 _TABLES = ("freqs_cos", "freqs_sin")  # version 0 stores the rotary tables; they are written, and skipped when read
+_SWITCHES = ("norm", "position", "activation", "gated", "norm_bias", "qkv_bias", "wo_bias", "ffn_bias", "head_norms")
 _NORMS = ("layers.{}.attention_norm.weight", "layers.{}.ffn_norm.weight", "norm.weight")
 _ATTENTION = tuple(f"layers.{{}}.attention.{name}.weight" for name in ("wq", "wk", "wv", "wo"))
 _FEED_FORWARD = tuple(f"layers.{{}}.feed_forward.{name}.weight" for name in ("w1", "w2", "w3"))
@@ -46,7 +48,6 @@ class Header(NamedTuple):
 
     version: int
     config: Config
-    tied: bool
     group_size: int = 0  # int8 values to a scale; 0 where matrices are float32
 
 
@@ -67,7 +68,7 @@ def read(path: Path) -> Contents:
         data = map_file(file)
     sources, offset = {}, _start(header.version)
     for kind, shape in _layout(header):
-        for name in expand(kind, header.config.n_layers):
+        for name in _expand(kind, header.config):
             if name not in _TABLES:
                 sources[name] = _source(data, offset, shape, header.group_size)
             offset += _tensor_size(shape, header.group_size)
@@ -101,7 +102,7 @@ def save(params: Params, path: str | Path, *, version: int = 0) -> None:
     with replacing(path) as file:
         file.write(_pack(header))
         for kind, _ in _layout(header):
-            for name in expand(kind, header.config.n_layers):
+            for name in _expand(kind, header.config):
                 _write(file, sources[name], header.group_size)
 
 
@@ -121,7 +122,7 @@ def _parse(head: bytes, path: Path) -> Header:
     else:
         tied = head[36] != 0
     try:
-        header = Header(version, Config(**fields), tied)
+        header = Header(version, Config(**fields, tied=tied))
         if version == 2:
             (group_size,) = struct.unpack_from("<i", head, 37)
             sizes = [math.prod(shape) for _, shape in _layout(header) if len(shape) == 2]
@@ -139,20 +140,23 @@ def _start(version: int) -> int:
 def _pack(header: Header) -> bytes:
     fields = [getattr(header.config, field) for field in FIELDS]
     if header.version == 0:
-        fields[FIELDS.index("vocab_size")] *= 1 if header.tied else -1
+        fields[FIELDS.index("vocab_size")] *= 1 if header.config.tied else -1
         return struct.pack("<7i", *fields)
-    start = struct.pack("<Ii7iB", MAGIC, header.version, *fields, header.tied)
+    start = struct.pack("<Ii7iB", MAGIC, header.version, *fields, header.config.tied)
     return (start + (struct.pack("<i", header.group_size) if header.version == 2 else b"")).ljust(256, b"\0")
 
 
 def _layout(header: Header) -> list[tuple[str, tuple[int, ...]]]:
     """Return the kinds of tensors and their shapes in file order."""
     config = header.config
-    shapes = tensor_shapes(config, tied=header.tied) | dict.fromkeys(
-        _TABLES, (config.max_seq_len, config.head_dim // 2)
-    )
-    order = (_ORDER_1 if header.version else _ORDER_0) + (() if header.tied else ("output.weight",))
+    shapes = {tensor.name: tensor.shape for tensor in tensors(config)}
+    shapes |= dict.fromkeys(_TABLES, (config.max_seq_len, config.head_dim // 2))
+    order = (_ORDER_1 if header.version else _ORDER_0) + (() if config.tied else ("output.weight",))
     return [(kind, shapes[kind]) for kind in order]
+
+
+def _expand(kind: str, config: Config) -> list[str]:
+    return [kind.format(i) for i in range(config.n_layers)] if "{}" in kind else [kind]
 
 
 def _tensor_size(shape: tuple[int, ...], group_size: int) -> int:
@@ -173,7 +177,8 @@ def _source(data: mmap.mmap, offset: int, shape: tuple[int, ...], group_size: in
         first, last = start * width // group_size, -(-stop * width // group_size)
         values = np.frombuffer(data, np.int8, (last - first) * group_size, offset + first * group_size)
         scales = np.frombuffer(data, "<f4", last - first, offset + count + first * 4)
-        flat: Array = (values.reshape(-1, group_size) * scales[:, None]).ravel()
+        with np.errstate(invalid="ignore", over="ignore"):  # scales that aren't finite stay so, and show in the logits
+            flat: Array = (values.reshape(-1, group_size) * scales[:, None]).ravel()
         return flat[start * width - first * group_size :][: (stop - start) * width].reshape(-1, width)
 
     return Source(shape, read_groups if group_size and len(shape) == 2 else read)
@@ -193,18 +198,13 @@ def _header_for(params: Params, version: int, path: Path) -> Header:
     for name in ("rope_scaling", "sliding_window"):
         if getattr(config, name) is not None:
             problems.append(f"{name} (only none)")
-    for name, only in (("norm", "rms"), ("position", "rope"), ("activation", "silu")):
-        if (value := getattr(config, name)) != only:
+    for name in _SWITCHES:
+        if (value := getattr(config, name)) != (only := Config.__dataclass_fields__[name].default):
             problems.append(f"{name} = {value} (only {only})")
-    layer = params.layers[0]
-    if layer.wqkv.bias is not None or layer.wo.bias is not None:
-        problems.append("biases")
-    if layer.q_norm is not None:
-        problems.append("norms of query and key heads")
     if problems:
         raise CheckpointError(f"{path}: a llama2.c file cannot hold {', '.join(problems)}")
     group_size = math.gcd(_GROUP_SIZE, config.dim) if version == 2 else 0
-    return Header(version, config, params.output is None, group_size)
+    return Header(version, config, group_size)
 
 
 def _rotary_tables(config: Config) -> tuple[Source, Source]:

@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
 
-from jllama import sharding
+from jllama import mesh
 from jllama.checkpoint.mapped import joined, rows_of
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
-
-_NAME = re.compile(r"(?:.*\.)?(wq|wk|wv|wo|w1|w2|w3|tok_embeddings|output)\.(weight|bias)")
+from jllama.tensors import Divided, tensors
 
 
 def part(sources: Mapping[str, Source], config: Config, index: int, count: int) -> dict[str, Source]:
     """Give the tensors of part `index` of `count`.
 
-    By rows: heads of wq, wk and wv, the feed-forward's width in w1 and w3, the vocabulary, to which rows of zeros are
-    added where it is no multiple of `count`. By columns: wo and w2, without their biases. All others are whole.
+    Where the vocabulary is no multiple of `count`, rows of zeros are added to it.
 
     Raises:
       ValueError: the model can't be divided like that.
     """
-    local = sharding.part(config, count)
-    heads = {"wq": config.n_heads, "wk": config.n_kv_heads, "wv": config.n_kv_heads}
+    local = mesh.local_config(config, count)
+    heads = {"query heads": (config.n_heads, local.q_dim), "key heads": (config.n_kv_heads, local.kv_dim)}
 
-    def narrowed(name: str, source: Source) -> Source:
-        kind, suffix = match.groups() if (match := _NAME.fullmatch(name)) else ("", "")
-        if kind in heads:
-            first = index * heads[kind] // count * config.head_dim
-            return rows_of(source, first, local.q_dim if kind == "wq" else local.kv_dim)
-        if kind in ("w1", "w3"):
+    def narrowed(source: Source, divided: Divided) -> Source:
+        if divided in heads:
+            total, rows = heads[divided]
+            return rows_of(source, index * total // count * config.head_dim, rows)
+        if divided == "width":
             return rows_of(source, index * local.hidden_dim, local.hidden_dim)
-        if kind in ("wo", "w2") and suffix == "weight":
+        if divided == "inputs":
             return _columns_of(source, index, source.shape[1] // count)
-        return (
-            _filled_up(source, index, -(-source.shape[0] // count)) if kind in ("tok_embeddings", "output") else source
-        )
+        return _filled_up(source, index, -(-source.shape[0] // count)) if divided == "vocabulary" else source
 
-    return {name: narrowed(name, source) for name, source in sources.items()} if count > 1 else dict(sources)
+    if count == 1:
+        return dict(sources)
+    names = {name: tensor.divided for tensor in tensors(config) for name in tensor.names(config)}
+    return {name: narrowed(source, names[name]) for name, source in sources.items()}
 
 
 def _columns_of(source: Source, index: int, count: int) -> Source:

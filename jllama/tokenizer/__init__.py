@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from jllama import gguf_file
+from jllama.gguf_file import Header
 from jllama.text import StreamDecoder
 from jllama.tokenizer.special import Special
 
@@ -119,11 +121,15 @@ _BESIDE_A_CHECKPOINT = ("tokenizer.bin", "tok512.bin", "tokenizer.json", "tokeni
 _LFS = b"version https://git-lfs"
 
 
-def load(path: str | Path) -> Tokenizer:
+def load(path: str | Path, *, header: Header | None = None) -> Tokenizer:
     """Read a tokenizer: the content decides which, not the name.
 
     A SentencePiece model, a llama2.c `tokenizer.bin` of the new or the old layout, Hugging Face's `tokenizer.json` or
     `vocab.json` with its `merges.txt`, Llama 3's `tokenizer.model`, or the one inside a GGUF checkpoint.
+
+    Args:
+      path: the file.
+      header: that of `path` where it is a GGUF file and was read already.
 
     Raises:
       TokenizerError: the file can't be read, is of another kind, or is damaged.
@@ -140,6 +146,8 @@ def load(path: str | Path) -> Tokenizer:
     )
     path = Path(path)
     try:
+        if header is not None:
+            return gguf.read(path, header)
         with path.open("rb") as file:
             head = file.read(256)
         for _, recognises, read in formats:
@@ -173,7 +181,7 @@ def find(checkpoint: str | Path) -> Path:
 def _is_gguf(path: Path) -> bool:
     try:
         with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
+            return gguf_file.recognises(file.read(4))
     except OSError:
         return False
 

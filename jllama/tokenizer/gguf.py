@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jllama import gguf_file
+from jllama.gguf_file import GGUFError, Header
 from jllama.tokenizer import Tokenizer, TokenizerError
 from jllama.tokenizer.bpe import (
     GPT2_SPLIT,
@@ -62,19 +64,17 @@ _PRE = {
 
 def recognises(head: bytes) -> bool:
     """Whether a file that begins with `head` is a GGUF file."""
-    return head[:4] == b"GGUF"
+    return gguf_file.recognises(head)
 
 
-def read(path: Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint.
+def read(path: Path, header: Header | None = None) -> Tokenizer:
+    """Read the tokenizer of a checkpoint, of which `header` is the header where that is known already.
 
     Raises:
       TokenizerError: the file is damaged, or its tokenizer is of an unknown kind.
     """
-    from jllama.gguf_file import GGUFError, metadata
-
     try:
-        return from_metadata(metadata(path), path)
+        return from_metadata((header or gguf_file.read(path)).metadata, path)
     except GGUFError as e:
         raise TokenizerError(str(e)) from e
 
