@@ -27,6 +27,7 @@ from jllama import kernels
 _MAGIC = b"jllama executable 1\n"
 _DIGEST = hashlib.sha256().digest_size
 _SUFFIX = ".executable"
+_PART = ".part"  # of an entry that is being written, or never was to its end
 _LIMIT = 10**9  # bytes of a folder; the entries that were not used for the longest time go
 # What JAX is told that doesn't change a program, by the beginning of its names.
 _NO_MATTER = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_logging", "jax_enable_compilation_cache")
@@ -97,7 +98,7 @@ class Executables:
             return  # it has come out of JAX's own cache, perhaps: such a program would be written without its code
         try:
             body = pickle.dumps(serialize_executable.serialize(compiled))
-            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
+            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=_PART, delete=False) as file:
                 file.write(_MAGIC + hashlib.sha256(body).digest() + body)
             os.replace(file.name, self.folder / (key + _SUFFIX))
             self._shrink()
@@ -113,7 +114,7 @@ class Executables:
                 path.unlink(missing_ok=True)
 
     def _entries(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for path in self.folder.iterdir():
+        for path in (p for p in self.folder.iterdir() if p.suffix in (_SUFFIX, _PART)):
             try:
                 yield path, path.stat()
             except FileNotFoundError:  # another process has removed it

@@ -25,12 +25,18 @@ _WINDOW = 16  # batches whose prompts are held
 class Prompt:
     """A text to continue, and how.
 
+    Args:
+      text: what is continued.
+      settings: how.
+      ids: the text's, where it was encoded already.
+
     Raises:
       ValueError: the text is none.
     """
 
     text: str
     settings: Settings = dataclasses.field(default_factory=Settings)
+    ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):

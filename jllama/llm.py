@@ -10,10 +10,12 @@ from typing import Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from jllama import checkpoint, generation
+from jllama import checkpoint, generation, gguf_file
 from jllama import mesh as meshes
 from jllama import tokenizer as tokenizers
+from jllama.chat import ChatError, Message, Template, find_template
 from jllama.checkpoint import hub
+from jllama.config import Config, from_toml
 from jllama.generation import Answer, Completion, Prompt
 from jllama.model import Params
 from jllama.pool import Pool
@@ -22,6 +24,7 @@ from jllama.run import KVDtype, choose
 from jllama.runner import Runner, Timings
 from jllama.settings import Overrides, Settings
 from jllama.tokenizer import Tokenizer
+from jllama.tokenizer.beside import is_gguf
 
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
 _SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
@@ -62,27 +65,36 @@ def check_batch_size(batch_size: int) -> None:
 class LLM:
     """A model, its tokenizer, and the programs compiled for them so far."""
 
-    def __init__(self, params: Params, tokenizer: Tokenizer, *, compile_cache: str | Path | None = None) -> None:
-        """Join a model and a tokenizer; `compile_cache` as for `load`.
+    def __init__(
+        self,
+        params: Params,
+        tokenizer: Tokenizer,
+        *,
+        template: Template | Path | None = None,
+        compile_cache: str | Path | None = None,
+    ) -> None:
+        """Join a model and a tokenizer.
+
+        Args:
+          params: the model.
+          tokenizer: what it was trained with.
+          template: for `chat`, or the checkpoint that has one.
+          compile_cache: as for `load`.
 
         Raises:
-          ValueError: they disagree on the size of the vocabulary.
+          ValueError: the two disagree on the size of the vocabulary.
         """
-        size = params.config.vocab_size
-        if tokenizer.vocab_size > size or (tokenizer.vocab_size < size and not tokenizer.padded):
-            raise ValueError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens and the model {size}: "
-                "expected the tokenizer that the model was trained with"
-            )
         self.params = params
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer.fit(params.config.vocab_size)
         self.runner = Runner(params, compile_cache)
+        self._template = template
 
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        path: str | Path | None = None,
         *,
+        config: str | Path | Config | None = None,
         tokenizer: str | Path | None = None,
         dtype: str = "auto",
         rope_theta: float | None = None,
@@ -95,7 +107,8 @@ class LLM:
 
         Args:
           path: the checkpoint.
-          tokenizer: the file of its tokenizer; None looks in and beside the checkpoint.
+          config: sizes of a model, or a file of them as in configs/, in place of a checkpoint: its weights are random.
+          tokenizer: the file of its tokenizer, or the folder; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
           mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `mesh.make_mesh` makes;
@@ -108,15 +121,28 @@ class LLM:
         Raises:
           CheckpointError: the checkpoint can't be read.
           TokenizerError: the tokenizer can't be found or read.
-          ValueError: they don't fit each other, or the mesh doesn't fit the devices or the model.
+          ValueError: they don't fit each other, or the mesh doesn't fit the devices or the model; both a checkpoint
+            and a config, or neither; a config without a tokenizer.
         """
+        if (path is None) == (config is None):
+            raise ValueError("expected either a checkpoint or a config")
         if isinstance(mesh, str):
             mesh = meshes.make_mesh(mesh)
-        path = hub.local(path)
-        found = tokenizers.load(tokenizers.find(path) if tokenizer is None else tokenizer)
         run = choose(kernels, kv_dtype, on_mesh=mesh is not None)
-        params = checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh)
-        return cls(params, found, compile_cache=compile_cache)
+        source = None if path is None else hub.local(path)
+        if tokenizer is None and source is None:
+            raise ValueError("a config makes random weights, which bring no tokenizer: expected a tokenizer too")
+        beside = Path(tokenizer or source or "")
+        # The header of a large vocabulary takes a while: it is read once, for the tokenizer and for the weights.
+        header = gguf_file.read(source) if source is not None and is_gguf(source) else None
+        file = tokenizers.find(beside) if tokenizer is None or beside.is_dir() else beside
+        found = tokenizers.load(file, header=header if file == source else None)
+        if source is None:
+            sizes = config if isinstance(config, Config) else from_toml(str(config))
+            params = checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, run=run, mesh=mesh)
+        else:
+            params = checkpoint.load(source, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
+        return cls(params, found, template=source or beside, compile_cache=compile_cache)
 
     @property
     def timings(self) -> Timings:
@@ -206,6 +232,44 @@ class LLM:
             self._answer(prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
         )
 
+    def chat(self, messages: Sequence[Message], **settings: Unpack[Overrides]) -> Completion:
+        """Answer the last of some messages, each a `role` and a `content`, as the model's template has them.
+
+        Raises:
+          ChatError: there is no template, or it refuses the messages.
+          TokenizerError: a message can't be encoded.
+          ValueError: a wrong setting, or the messages don't fit the context.
+          FloatingPointError: the model's logits are not finite.
+        """
+        answer = self._reply(messages, Settings(**settings))
+        (completion,) = self._complete(iter([answer]), 1)
+        return completion
+
+    def stream_chat(
+        self, messages: Sequence[Message], **settings: Unpack[Overrides]
+    ) -> Generator[str, None, Completion]:
+        """Answer like `chat`, piece by piece; returns the completion."""
+        return self._stream(self._reply(messages, Settings(**settings)))
+
+    def _reply(self, messages: Sequence[Message], settings: Settings) -> Answer:
+        ids = self.template.render(messages)
+        self.runner.check(ids)
+        text = messages[-1].get("content") if messages else ""
+        return Answer(self.tokenizer, Prompt(text if isinstance(text, str) else "", settings), ids)
+
+    @property
+    def template(self) -> Template:
+        """The chat template, found when it is first asked for.
+
+        Raises:
+          ChatError: there is none.
+        """
+        if self._template is None:
+            raise ChatError("no chat template: expected one when the model and the tokenizer were joined")
+        if isinstance(self._template, Path):
+            self._template = find_template(self._template, self.tokenizer)
+        return self._template
+
     def _stream(self, answer: Answer) -> Generator[str, None, Completion]:
         yield from generation.follow(Pool(self.runner, self.tokenizer.stop_ids, 1), answer)
         return answer.completion()
@@ -219,7 +283,7 @@ class LLM:
         Raises:
           ValueError: they don't fit the context.
         """
-        ids = self.tokenizer.prompt_ids(prompt.text)
+        ids = self.tokenizer.prompt_ids(prompt.text) if prompt.ids is None else list(prompt.ids)
         self.runner.check(ids)
         return ids
 

@@ -10,7 +10,7 @@ import pytest
 from console import Run
 
 from jllama import cli
-from jllama.flags import FLAGS
+from jllama.cli.flags import FLAGS
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -16,7 +16,8 @@ from jllama import tokenizer
 from jllama.chat import ChatError, Conversation, Template, find_template
 from jllama.runner import common_prefix
 from jllama.tokenizer import TokenizerError
-from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, alphabet
+from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT
+from jllama.tokenizer.pieces import alphabet
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -203,7 +204,7 @@ def test_a_model_without_a_template_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("a\n{% for x in %}", r"chat_template\.jinja, line 2: "),
+        ("a\n{% for x in %}", r"chat_template\.jinja: line 2: "),
         ("{{ raise_exception('no system role') }}", "refuses the messages: no system role"),
         ("{{ ''.__class__.__mro__ }}", "refuses the messages: .*unsafe"),
         ("{{ messages.append(1) }}", "refuses the messages: .*'append' of 'list' object is unsafe"),
@@ -223,7 +224,7 @@ def test_a_wrong_template_is_named(source, message, tmp_path):
 def test_a_damaged_config_is_named(template, tmp_path):
     tok, _ = make(tmp_path, CHATML)
     (tmp_path / "tokenizer_config.json").write_text(template)
-    with pytest.raises(ChatError, match=r"tokenizer_config\.json: chat_template can't be read"):
+    with pytest.raises(ChatError, match=r"tokenizer_config\.json: (damaged|holds|chat_template: a list)"):
         find_template(tmp_path, tok)
 
 

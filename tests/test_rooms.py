@@ -26,24 +26,25 @@ ROOMS = {
     "text": set(),
     "gguf_file": set(),
     "tokenizer": {"gguf_file", "text"},
-    "chat": {"gguf_file", "tokenizer"},
+    "sandbox": set(),
+    "chat": {"gguf_file", "sandbox", "tokenizer"},
     "checkpoint": {"config", "weights", "model", "gguf_file", "mesh", "run", "tensors"},
     "settings": {"sampling"},
     "runner": {"mesh", "model", "processes", "programs"},
     "pool": {"decode", "mesh", "programs", "runner", "sampling", "settings"},
     "generation": {"pool", "runner", "settings", "text", "tokenizer"},
-    "llm": {"checkpoint", "generation", "mesh", "model", "pool", "programs", "run", "runner", "settings"}
-    | {"tokenizer"},
+    "llm": {"chat", "checkpoint", "config", "generation", "gguf_file", "mesh", "model", "pool", "programs", "run"}
+    | {"runner", "settings", "tokenizer"},
     "prompts": {"generation", "settings"},
     "session": {"chat", "generation", "llm", "pool", "settings"},
     "bench": {"decode", "model", "programs", "run", "runner", "sampling", "settings", "tensors", "weights"},
     "report": {"bench"},
-    "results": {"generation"},
+    "results": {"prompts"},
     "plan": {"checkpoint", "mesh", "model", "run", "runner"},
-    "flags": {"checkpoint", "settings"},
-    "cli": {"bench", "chat", "checkpoint", "config", "generation", "llm", "model", "prompts", "report", "session"}
-    | {"flags", "mesh", "plan", "processes", "results", "run", "settings", "tokenizer"},
-    "__init__": {"checkpoint", "generation", "llm", "settings", "tokenizer"},
+    "cli": {"bench", "chat", "checkpoint", "config", "generation", "kernels", "llm", "model", "prompts", "report"}
+    | {"mesh", "plan", "processes", "results", "run", "session", "settings", "tokenizer"},
+    "__init__": {"checkpoint", "generation", "llm", "session", "settings", "tokenizer"},
+    "__main__": {"cli"},
 }
 
 
