@@ -74,7 +74,8 @@ def _run(argv: list[str]) -> None:
 
     from jllama.cli import folders
 
-    folders.keep_programs(FLAGS.compile_cache)
+    if FLAGS.mesh or name == "bench":
+        folders.keep_programs(FLAGS.compile_cache)
     command = importlib.import_module(f"jllama.cli.{commands.COMMANDS[name].module}")
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -31,27 +31,36 @@ def expanded(path: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def keep_programs(folder: str | None) -> None:
-    """Let JAX keep compiled programs in a folder: "" nowhere, None in the user's cache folder if that can be.
+def programs(folder: str | None) -> Path | None:
+    """Return the folder for compiled programs: "" is none, None one in the user's cache folder if that can be.
 
     Raises:
       OSError: the folder that was named can't be made or written to.
     """
     if folder == "":
-        return
-    import jax
-
+        return None
     if folder is None:
         if (cache := user_folder("XDG_CACHE_HOME", ".cache")) is None:
-            return
+            return None
         path = cache / f"jaxlib-{version('jaxlib')}"  # another jaxlib can't use them
         with contextlib.suppress(OSError):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            return
-    else:
-        path = expanded(folder)
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path if os.access(path, os.W_OK) else None
+    path = expanded(folder)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def keep_programs(folder: str | None) -> None:
+    """Let JAX keep programs there that `Programs` doesn't: those of a mesh and of the benchmark.
+
+    Raises:
+      OSError: the folder that was named can't be made or written to.
+    """
+    import jax
+
+    if (path := programs(folder)) is None:
+        return
     jax.config.update("jax_compilation_cache_dir", str(path))  # type: ignore[no-untyped-call]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]
     _prune(path)
