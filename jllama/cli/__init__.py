@@ -74,7 +74,8 @@ def _run(argv: list[str]) -> None:
 
     from jllama.cli import folders
 
-    folders.keep_programs(FLAGS.compile_cache)
+    if (path := folders.for_programs(FLAGS.compile_cache)) is not None:
+        folders.keep_programs(path)
     command = importlib.import_module(f"jllama.cli.{commands.COMMANDS[name].module}")
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)

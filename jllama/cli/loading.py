@@ -14,6 +14,7 @@ from jllama.checkpoint import hub
 from jllama.cli.errors import check_devices
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded
+from jllama.cli.status import waiting
 from jllama.llm import LLM
 from jllama.model import Params
 from jllama.run import choose
@@ -25,13 +26,19 @@ def load() -> tuple[LLM, float]:
     check_source()
     _connect()
     check_devices()
+    with waiting("loading the model"):
+        llm = _load()
+    return llm, time.perf_counter() - began
+
+
+def _load() -> LLM:
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
     path = expanded(FLAGS.tokenizer) if FLAGS.tokenizer else hub.local(FLAGS.checkpoint)
     found = tokenizer.find(path) if path.is_dir() or not FLAGS.tokenizer else path
     llm = LLM(weights(FLAGS.dtype), tokenizer.load(found))
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
-    return llm, time.perf_counter() - began
+    return llm
 
 
 def check_source() -> None:
