@@ -57,7 +57,7 @@ def test_meshes_are_read() -> None:
     ):
         with pytest.raises(ValueError, match="expected data:N, model:N or data:N,model:N"):
             mesh.parse(text)
-    with pytest.raises(ValueError, match=r"data:2,model:4 needs 8 devices, and there are 1"):
+    with pytest.raises(ValueError, match=r"data:2,model:4 needs 8 devices, but 1 is available"):
         mesh.make_mesh("data:2,model:4")
     assert mesh.make_mesh("data:1").shape == {"data": 1, "model": 1}
 
@@ -335,7 +335,7 @@ def test_what_does_not_go_with_several_devices(run: Run, model: Path, tmp_path: 
     checked = [f"--checkpoint={model}"]
     for more, words in (
         (["--mesh=rows:2"], "mesh = 'rows:2'"),
-        (["--mesh=data:2"], "needs 2 devices, and there are 1"),
+        (["--mesh=data:2"], "needs 2 devices, but 1 is available"),
         (["--mode=bench", "--mesh=data:1"], "neither --mesh nor --coordinator"),
         ([f"--save={tmp_path}/x.bin", "--mesh=data:1"], "neither --mesh nor --coordinator"),
         (["--mode=chat", "--coordinator=auto"], "no --coordinator"),

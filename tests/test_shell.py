@@ -54,7 +54,7 @@ def test_without_a_home_there_is_no_cache(monkeypatch: pytest.MonkeyPatch, run: 
     monkeypatch.setattr(Path, "home", nowhere)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert folders.user_folder("XDG_CACHE_HOME", ".cache") is None
-    folders.keep_programs(None)  # nothing happens
+    assert folders.for_programs(None) is None
     assert run("--help")[0] == 0
 
 

@@ -34,9 +34,8 @@ def main() -> None:
         raise ValueError("chat reads from one terminal: expected no --coordinator")
     stdin = standard_input()
     settings = Settings(**{field.name: getattr(FLAGS, field.name) for field in dataclasses.fields(Settings)})
-    with waiting("loading the model"):
-        llm, load_seconds = load()
-        template = llm.template
+    llm, load_seconds = load()
+    template = llm.template
     if template.guessed:
         output.note(f"the model brings no chat template: using the {template.name}")
     session = Session(llm, template, FLAGS.system_prompt, settings)

@@ -31,8 +31,7 @@ def main() -> None:
     """Continue the prompts."""
     _check()
     settings = Settings(**{field.name: getattr(FLAGS, field.name) for field in dataclasses.fields(Settings)})
-    with waiting("loading the model"):
-        llm, load_seconds = load()
+    llm, load_seconds = load()
     try:
         if FLAGS.prompt_file:
             _print_file(llm, settings)

@@ -15,6 +15,7 @@ from jllama.cli import folders
 from jllama.cli.errors import check_devices
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded
+from jllama.cli.status import waiting
 from jllama.llm import LLM
 from jllama.model import Params
 from jllama.run import choose
@@ -26,6 +27,12 @@ def load() -> tuple[LLM, float]:
     check_source()
     _connect()
     check_devices()
+    with waiting("loading the model"):
+        llm = _load()
+    return llm, time.perf_counter() - began
+
+
+def _load() -> LLM:
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
     llm = LLM.load(
@@ -37,10 +44,10 @@ def load() -> tuple[LLM, float]:
         mesh=FLAGS.mesh or None,
         kernels=FLAGS.kernels,
         kv_dtype=FLAGS.kv_dtype,
-        compile_cache=folders.programs(FLAGS.compile_cache),
+        compile_cache=folders.for_programs(FLAGS.compile_cache),
     )
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
-    return llm, time.perf_counter() - began
+    return llm
 
 
 def check_source() -> None:

@@ -24,7 +24,7 @@ def main() -> None:
     score = llm.score(text)
     _print_score(llm, score)
     if llm.dtype != "float32":
-        exact = LLM(weights("float32"), llm.tokenizer, compile_cache=folders.programs(FLAGS.compile_cache))
+        exact = LLM(weights("float32"), llm.tokenizer, compile_cache=folders.for_programs(FLAGS.compile_cache))
         expected = exact.score(text)
         _print_score(exact, expected)
         print(f"greedy agreement with float32: {np.mean(score.best == expected.best):.2%}")
