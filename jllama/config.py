@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from jllama.errors import InputError, listed, quoted
 
 _LARGEST = 2**31 - 2**20  # of a size: positions are int32, and padded
+_LONGEST = 1 << 13  # characters of a TOML file: tomllib takes time by the square of them
 
 
 class ConfigError(InputError):
@@ -168,8 +169,11 @@ def from_toml(path: str | Path) -> Config:
       ConfigError: the file cannot be read, is not TOML, or holds unknown, missing or wrong fields.
     """
     try:
-        fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:  # of UTF-8, of TOML, of numbers of thousands of digits
+        text = Path(path).read_text(encoding="utf-8")
+        if len(text) > _LONGEST:
+            raise ValueError(f"{len(text)} characters, expected at most {_LONGEST}")
+        fields: dict[str, Any] = tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
     try:
         if "rope_scaling" in fields:

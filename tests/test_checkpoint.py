@@ -309,6 +309,19 @@ def test_a_save_that_is_broken_off_leaves_nothing(tmp_path: Path, monkeypatch: p
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("bits", [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF])
+def test_numbers_that_are_not_finite_show_without_warnings(tmp_path: Path, bits: int) -> None:
+    path = tmp_path / "model.bin"
+    checkpoint.save(checkpoint.random(SMALL), path)
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 28, bits)
+    path.write_bytes(data)
+    for dtype in ("float32", "bfloat16", "int8"):
+        embedding = checkpoint.load(path, dtype=dtype).embedding
+        shown = embedding.scale if dtype == "int8" else embedding.values
+        assert not np.isfinite(np.asarray(shown, np.float32)).all()
+
+
 def test_scales_that_are_not_finite_show_without_warnings(tmp_path: Path) -> None:
     """NumPy's warnings are errors here; whoever loads the file sees the values in the logits."""
     path = tmp_path / "model.bin"
@@ -385,7 +398,7 @@ def test_foreign_and_broken_files_are_named(tmp_path: Path, data: bytes, words: 
 def test_folder_and_absent_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"looks like a folder, expected .* llama2\.c"):
         checkpoint.load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"absent\.bin: cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match=r"absent\.bin: no such file or folder"):
         checkpoint.load(tmp_path / "absent.bin")
 
 

@@ -32,16 +32,16 @@ ROOMS = {
     "generation": {"runner", "settings", "text", "tokenizer"},
     "llm": {"checkpoint", "decode", "generation", "mesh", "model", "processes", "run", "runner", "settings"}
     | {"tokenizer"},
-    "prompts": {"generation", "settings"},
+    "prompts": {"errors", "generation", "settings"},
     "session": {"chat", "generation", "llm", "runner", "settings"},
     "bench": {"decode", "model", "run", "runner", "sampling", "settings", "tensors", "weights"},
     "report": {"bench"},
-    "results": {"generation"},
+    "results": {"prompts"},
     "plan": {"checkpoint", "mesh", "model", "run", "runner"},
-    "flags": {"checkpoint", "settings"},
-    "cli": {"bench", "chat", "checkpoint", "config", "generation", "llm", "model", "prompts", "report", "session"}
-    | {"flags", "mesh", "plan", "processes", "results", "run", "settings", "tokenizer"},
-    "__init__": {"checkpoint", "generation", "llm", "settings", "tokenizer"},
+    "cli": {"bench", "chat", "checkpoint", "config", "errors", "generation", "kernels", "llm", "mesh", "model"}
+    | {"plan", "processes", "prompts", "report", "results", "run", "session", "settings", "tokenizer"},
+    "__init__": {"checkpoint", "generation", "llm", "session", "settings", "tokenizer"},
+    "__main__": {"cli"},
 }
 
 

@@ -164,7 +164,8 @@ def _config(
         "expert_count": 0,
     }
     for key, expected in fixed.items():
-        if (value := metadata.get(f"{architecture}.{key}", expected)) != expected:
+        value = metadata.get(f"{architecture}.{key}", expected)
+        if isinstance(value, np.ndarray) or value != expected:
             problems.append(f"{architecture}.{key} = {quoted(value)}, expected {expected!r}")
     return config
 
