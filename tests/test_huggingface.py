@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from jllama import checkpoint
-from jllama.checkpoint import CheckpointError, build, huggingface, mapped
+from jllama.checkpoint import CheckpointError, build, huggingface, mapped, safetensors
 from jllama.config import Config, RopeScaling, from_toml
 from jllama.decode import Stop, generate
+from jllama.families import HUGGINGFACE
 from jllama.model import Params
 from jllama.tensors import tensors
 
@@ -286,6 +287,14 @@ def test_no_rope_theta_is_said(tmp_path: Path, warnings: list[str]) -> None:
     assert checkpoint.load(folder, rope_theta=1e6).config.rope_theta == 1e6
 
 
+def test_a_stored_type_is_the_tensors(tmp_path: Path, warnings: list[str]) -> None:
+    weights = oracle.random_weights(SMALL, tied=True)
+    folder = hf.write_llama(tmp_path / "m", weights, SMALL, dtype="bfloat16", torch_dtype="float16")
+    assert_same(checkpoint.load(folder), tiny.params(weights, SMALL))
+    assert len(warnings) == 1
+    assert "dtype = bfloat16 and torch_dtype = float16" in warnings[0]
+
+
 def test_what_the_first_llamas_leave_out(tmp_path: Path) -> None:
     config = Config(16, 24, 1, 4, 4, 40, 32)
     weights = oracle.random_weights(config, tied=False)
@@ -310,12 +319,12 @@ def test_what_the_first_llamas_leave_out(tmp_path: Path) -> None:
         ({"num_attention_heads": 7, "head_dim": 4}, ["n_heads = 7", "n_kv_heads = 2"]),
         ({"num_hidden_layers": 0}, ["n_layers = 0"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers = 1000000000", "only 20 tensors"]),
-        ({"hidden_size": 2**62}, ["model.norm.weight is [16], expected [4611686018427387904]"]),
+        ({"hidden_size": 2**62}, ["model.embed_tokens.weight is [40, 16], expected [40, 4611686018427387904]"]),
         ({"hidden_act": "gelu"}, ["hidden_act = gelu", "expected silu"]),
         ({"mlp_bias": True}, ["mlp_bias = True", "expected False"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
-        ({"dtype": "bfloat16"}, ["dtype = bfloat16 and torch_dtype = float32"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config: quantised weights"]),
+        ({"quantization": {"group_size": 64, "bits": 4}}, ["quantization: quantised weights"]),
         ({"attention_bias": "no"}, ["attention_bias = no: expected true or false"]),
         ({"rope_theta": "10000"}, ["rope_theta = 10000: expected a number"]),
         ({"rope_theta": -1}, ["rope_theta = -1"]),
@@ -444,6 +453,27 @@ def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:
         "model.layers.0.self_attn.q_proj.bias is not a tensor of this model",
     ]
     assert sorted(str(e.value).removeprefix(f"{folder}: ").split("; ")) == sorted(words)
+
+
+def test_what_is_no_part_of_the_model_is_left_out(tmp_path: Path, warnings: list[str]) -> None:
+    weights = oracle.random_weights(SMALL, tied=True)
+    at = "model.layers.0.self_attn"
+    extra = [f"{at}.k_scale", f"{at}.rotary_emb.cos_cached", "v_head.summary.weight", "score.weight"]
+    tensors = hf.llama_tensors(weights, SMALL) | {name: np.zeros(2, np.float32) for name in extra}
+    params = checkpoint.load(hf.write_folder(tmp_path / "m", hf.llama_config(SMALL, tie_word_embeddings=True), tensors))
+    assert_same(params, tiny.params(weights, SMALL))
+    assert len(warnings) == 1
+    assert all((name in warnings[0]) == ("cos_cached" not in name) for name in extra)
+
+
+def test_names_without_their_prefix(tmp_path: Path) -> None:
+    weights = oracle.random_weights(SMALL, tied=True)
+    tensors = {name.removeprefix("model."): a for name, a in hf.llama_tensors(weights, SMALL).items()}
+    fields = hf.llama_config(SMALL, tie_word_embeddings=True)
+    assert_same(checkpoint.load(hf.write_folder(tmp_path / "m", fields, tensors)), tiny.params(weights, SMALL))
+    fields = hf.llama_config(SMALL, tie_word_embeddings=False)  # the head is no part of such a folder
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        checkpoint.load(hf.write_folder(tmp_path / "m", fields, tensors))
 
 
 @pytest.mark.parametrize("name", ["attention_bias", "qwen2", "qwen3"])
@@ -647,11 +677,11 @@ def test_llama2c_and_back(tmp_path: Path, tied: bool) -> None:
 def test_what_a_folder_cannot_hold(tmp_path: Path) -> None:
     weights = oracle.random_gpt2(24, 96, 1, vocab_size=50, context=32)
     gpt2 = checkpoint.load(hf.write_folder(tmp_path / "m", hf.gpt2_config(24, None, 1, 3, 50, 32), weights))
-    with pytest.raises(CheckpointError, match="cannot hold norm = layer, position = learned, activation = gelu"):
+    with pytest.raises(CheckpointError, match="cannot hold norm = layer; position = learned; activation = gelu"):
         saved(gpt2, tmp_path / "no")
     config, weights, _ = family("llama-bias")
     windowed = tiny.params(weights, dataclasses.replace(config, sliding_window=4))
-    with pytest.raises(CheckpointError, match="type mistral cannot hold qkv_bias = True, wo_bias = True"):
+    with pytest.raises(CheckpointError, match="type llama cannot hold sliding_window = 4"):
         saved(windowed, tmp_path / "no")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -684,8 +714,7 @@ def test_saving_replaces_nothing_and_leaves_nothing_behind(tmp_path: Path, monke
     def full_disk(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(huggingface, "fields_of", full_disk)
-    monkeypatch.setattr(huggingface, "_describe", lambda *args: huggingface.Description("llama", params.config, True))
+    monkeypatch.setattr(safetensors, "write", full_disk)
     with pytest.raises(OSError, match="No space"):
         saved(params, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full"]
@@ -730,7 +759,7 @@ def test_golden_logits_of_stored_types(shared: Path, path: str, name: str, dtype
 
 
 def test_oracle_gives_the_reference_logits_of_gpt2(shared: Path) -> None:
-    tensors = huggingface._tensors(shared / "models/tiny-gpt2-hub-names")
+    tensors = huggingface._tensors(shared / "models/tiny-gpt2-hub-names", HUGGINGFACE["gpt2"].layout)
     weights = {name: np.array(tensor.view()) for name, tensor in tensors.items()}
     golden = np.load(shared / "golden/logits.npz")
     found = oracle.forward_gpt2(weights, 4, 1e-5, golden["tiny-gpt2-hf.input_ids"])

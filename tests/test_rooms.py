@@ -9,10 +9,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jllama"
 
 # What each room may import from the others; a folder is one room.
 ROOMS = {
+    "errors": set(),
     "config": set(),
     "native": set(),
     "run": {"native"},
     "tensors": {"config"},
+    "families": {"config", "errors"},
     "weights": {"native", "run"},
     "model": {"config", "native", "run", "weights"},
     "sampling": set(),
@@ -24,7 +26,7 @@ ROOMS = {
     "gguf_file": set(),
     "tokenizer": {"gguf_file", "text"},
     "chat": {"gguf_file", "tokenizer"},
-    "checkpoint": {"config", "weights", "model", "gguf_file", "mesh", "run", "tensors"},
+    "checkpoint": {"config", "errors", "families", "weights", "model", "gguf_file", "mesh", "run", "tensors"},
     "settings": {"sampling"},
     "runner": {"decode", "mesh", "model", "processes", "settings", "sharding"},
     "generation": {"runner", "settings", "text", "tokenizer"},
