@@ -111,7 +111,7 @@ def grow(state: State, slots: int) -> State:
     """
     more = slots - state.tokens.shape[1]
     return state._replace(
-        cache=jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, more), (0, 0))), state.cache),
+        cache=jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 2) + [(0, more), (0, 0)]), state.cache),
         tokens=jnp.pad(state.tokens, ((0, 0), (0, more))),
         logprobs=jnp.pad(state.logprobs, ((0, 0), (0, more))),
     )

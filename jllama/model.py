@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllama import native
+from jllama import kernels
 from jllama.config import Config
 from jllama.run import Run
 from jllama.weights import Linear, Weight, layer_of, linear, take
@@ -90,7 +90,7 @@ class _Tokens(NamedTuple):
     """Where the new tokens of a forward pass stand."""
 
     positions: jax.Array  # int32 [B, T]
-    rotation: jax.Array | None  # [B, T, H/2, 2], cosine and sine, where positions are rotary
+    rotation: jax.Array | None  # [B, T, R/2, 2], cosine and sine, where positions are rotary
 
 
 def init_cache(params: Params, batch: int, length: int) -> Cache:
@@ -222,39 +222,51 @@ def attention(
     """
     b, t, _ = x.shape
     n_kv, h = config.n_kv_heads, config.head_dim
-    g = config.n_heads // n_kv
     q, k, v = jnp.split(linear(layer.wqkv, x, run), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
-    q, k, v = q.reshape(b, t, n_kv * g, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
+    q, k, v = q.reshape(b, t, config.n_heads, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
     if where.rotation is not None:
         q, k = rotate(q, where.rotation[:, :, None]), rotate(k, where.rotation[:, :, None])
 
-    first = jnp.repeat(where.positions[:, 0], n_kv)
+    attend = kernels.attend if run.kernels and kernels.has("attention") else _attend
+    out, k_cache, v_cache = attend(
+        q, k, v, k_cache, v_cache, where.positions[:, 0], number, window=config.sliding_window, scale=h**-0.5
+    )
+    return linear(layer.wo, out.reshape(b, t, -1), run, divided=True), k_cache, v_cache
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    first: jax.Array,
+    number: jax.Array | None,
+    *,
+    window: int | None,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Do what `kernels.attend` does, by XLA."""
+    b, t, n, h = q.shape
+    n_kv = k.shape[2]
+    positions, first = first[:, None] + jnp.arange(t, dtype=jnp.int32)[None], jnp.repeat(first, n_kv)
     k, v = k.swapaxes(1, 2).reshape(b * n_kv, t, h), v.swapaxes(1, 2).reshape(b * n_kv, t, h)
     # The G query heads of a key head are rows of one product, beside the T tokens.
-    q = q.reshape(b, t, n_kv, g, h).transpose(0, 2, 1, 3, 4).reshape(b * n_kv, t * g, h) * (h**-0.5)
-    if run.kernels and t == 1 and number is None:
-        out, k_cache, v_cache = native.attend(q, k, v, k_cache, v_cache, first, config.sliding_window)
-    else:
-        k_cache, v_cache = _write(k_cache, k, first, number), _write(v_cache, v, first, number)
-        out = _attend(config, q, layer_of(k_cache, number), layer_of(v_cache, number), where.positions)
-    out = out.reshape(b, n_kv, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, -1)
-    return linear(layer.wo, out, run, divided=True), k_cache, v_cache
-
-
-def _attend(config: Config, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
-    """Attend with `q [B*K, T*G, H]` to the slots of `k` and `v [B*K, S, H]` that each of `positions [B, T]` sees."""
-    b, t = positions.shape
-    scores = jnp.einsum("nqh,nsh->nqs", q, k.astype(q.dtype), precision=lax.Precision.HIGHEST)
-    scores = scores.reshape(b, config.n_kv_heads, t, -1, k.shape[1])
+    q = q.reshape(b, t, n_kv, -1, h).transpose(0, 2, 1, 3, 4).reshape(b * n_kv, -1, h) * scale
+    k_cache, v_cache = _write(k_cache, k, first, number), _write(v_cache, v, first, number)
+    k, v = layer_of(k_cache, number).astype(q.dtype), layer_of(v_cache, number).astype(q.dtype)
+    scores = jnp.einsum("nqh,nsh->nqs", q, k, precision=lax.Precision.HIGHEST)
+    scores = scores.reshape(b, n_kv, t, -1, k.shape[1])
     slots = lax.broadcasted_iota(jnp.int32, scores.shape, 4)
     here = positions[:, None, :, None, None]
     visible = slots <= here
-    if config.sliding_window is not None:
-        visible &= slots > here - config.sliding_window
+    if window is not None:
+        visible &= slots > here - window
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).reshape(*q.shape[:2], -1)
-    return jnp.einsum("nqs,nsh->nqh", weights, v.astype(q.dtype), precision=lax.Precision.HIGHEST)
+    out = jnp.einsum("nqs,nsh->nqh", weights, v, precision=lax.Precision.HIGHEST)
+    return out.reshape(b, n_kv, t, -1, h).transpose(0, 2, 1, 3, 4).reshape(b, t, n, h), k_cache, v_cache
 
 
 def _write(cache: jax.Array, new: jax.Array, first: jax.Array, number: jax.Array | None) -> jax.Array:
@@ -297,28 +309,28 @@ def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:
 
 
 def rotary(config: Config, positions: jax.Array) -> jax.Array:
-    """Compute the rotation of each pair at `positions [B, T]`: `[B, T, H/2, 2]`, cosine and sine.
+    """Compute the rotation of each pair at `positions [B, T]`: `[B, T, R/2, 2]`, cosine and sine.
 
     Source: Su, RoFormer, arXiv 2104.09864; pairs of neighbours, as in Meta's files.
     """
     angles = positions.astype(jnp.float32)[..., None] * rotary_frequencies(config)[None, None]
-    return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    rotation = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    return rotation if config.rope_scaling is None else rotation * config.rope_scaling.magnitude
 
 
 def rotary_frequencies(config: Config) -> np.ndarray:
-    """Compute the angle by which each of the H/2 pairs turns a position, float32, from float64."""
-    frequency = config.rope_theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
-    if (scaling := config.rope_scaling) is not None:
-        turns = scaling.original_max_seq_len * frequency / (2 * np.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequency = frequency * (keep + (1.0 - keep) / scaling.factor)
-    return frequency.astype(np.float32)
+    """Compute the angle by which each of the R/2 pairs turns a position, float32, from float64."""
+    frequencies = config.rope_theta ** -(np.arange(0, config.rotated_dim, 2, dtype=np.float64) / config.rotated_dim)
+    if config.rope_scaling is not None:
+        frequencies = config.rope_scaling.stretch(frequencies, config.rope_theta)
+    return frequencies.astype(np.float32)
 
 
 def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
-    """Rotate the neighbouring pairs of `x [..., H]` by `rotation [..., H/2, 2]`."""
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    """Rotate the first R numbers of `x [..., H]`, pairs of neighbours, by `rotation [..., R/2, 2]`."""
+    r = 2 * rotation.shape[-2]
+    pairs = x[..., :r].reshape(*x.shape[:-1], -1, 2)
     cos, sin = rotation[..., 0], rotation[..., 1]
     even, odd = pairs[..., 0], pairs[..., 1]
-    return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
+    rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(*x.shape[:-1], r)
+    return rotated if r == x.shape[-1] else jnp.concatenate([rotated, x[..., r:]], axis=-1)

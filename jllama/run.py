@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import jax
 
-from jllama import native
+from jllama.kernels import choose as choose_kernels
 
 KVDtype = Literal["float32", "bfloat16"]
 
@@ -17,7 +17,7 @@ class Run:
     """How a model is run; frozen and hashable, so that it can be static under `jax.jit`.
 
     Args:
-      kernels: whether the kernels of `native` run what they can, in XLA's place.
+      kernels: whether the kernels of `kernels` run what they can, in XLA's place.
       kv_dtype: what keys and values are kept in.
       stacked: whether equal layers are kept as one stack that a `lax.scan` runs over, so that compiling doesn't take
         longer the more layers there are. XLA's CPU back end would copy each slice of a stack; kernels and
@@ -47,5 +47,5 @@ def choose(kernels: str = "auto", kv_dtype: KVDtype = "float32", *, on_mesh: boo
         raise ValueError(f"kv_dtype = {kv_dtype!r}: expected {' or '.join(get_args(KVDtype))}")
     if on_mesh and kernels == "native":
         raise ValueError("kernels = native: they run on a single device: expected no mesh, or kernels = auto")
-    use_kernels = native.choose(kernels) and not on_mesh
-    return Run(use_kernels, kv_dtype, stacked=jax.default_backend() != "cpu")
+    use_kernels = choose_kernels(kernels) and not on_mesh
+    return Run(use_kernels, kv_dtype, stacked=use_kernels or jax.default_backend() != "cpu")

@@ -22,12 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
-from jllama import checkpoint
+from jllama import checkpoint, rope
 from jllama.checkpoint import CheckpointError, build, huggingface, mapped, safetensors
-from jllama.config import Config, RopeScaling, from_toml
+from jllama.config import Config, from_toml
 from jllama.decode import Stop, generate
 from jllama.families import HUGGINGFACE
 from jllama.model import Params
+from jllama.rope import Llama3
 from jllama.tensors import tensors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,9 +70,9 @@ def test_half_split_order() -> None:
     rows = np.arange(8, dtype=np.float32)[:, None]
     assert hf.half_split(rows, 8).ravel().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     source = build.Source((16, 1), lambda i, j: np.concatenate([rows, rows + 8])[i:j])
-    pairs = mapped.interleaved(source, 8)
+    pairs = mapped.interleaved(source, 8, 8)
     whole = [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
-    halves = mapped.half_split(pairs, 8)
+    halves = mapped.half_split(pairs, 8, 8)
     for start in range(16):
         for stop in range(start + 1, 17):
             assert pairs.read(start, stop).ravel().tolist() == whole[start:stop]
@@ -244,6 +245,41 @@ STRETCHED = {
 
 
 @pytest.mark.parametrize(
+    ("table", "scaling", "context"),
+    [
+        ({"type": "linear", "factor": 4}, rope.Linear(4.0), 32),
+        ({"rope_type": "dynamic", "factor": 4.0}, None, 32),  # the same up to max_position_embeddings
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            rope.Yarn(4.0, 16, attention_factor=None),
+            64,
+        ),
+        ({"rope_type": "yarn", "factor": 2.0}, rope.Yarn(2.0, 32), 64),
+        (
+            {
+                "type": "yarn",
+                "factor": 2.0,
+                "beta_fast": 8,
+                "beta_slow": 2.0,
+                "truncate": False,
+                "attention_factor": 1.5,
+            },
+            rope.Yarn(2.0, 32, 8.0, 2.0, 1.5, False),
+            64,
+        ),
+    ],
+)
+def test_formulas_of_rope(
+    tmp_path: Path, table: dict[str, Any], scaling: rope.RopeScaling | None, context: int
+) -> None:
+    """What they compute is compared with transformers in test_families.py."""
+    folder = hf.write_llama(tmp_path / "m", oracle.random_weights(SMALL, tied=True), SMALL, rope_scaling=table)
+    params = checkpoint.load(folder)
+    assert (params.config.rope_scaling, params.config.max_seq_len) == (scaling, context)
+    assert_same(checkpoint.load(saved(params, tmp_path / "saved")), params)
+
+
+@pytest.mark.parametrize(
     ("changes", "theta", "scaled"),
     [
         ({"rope_theta": 500000}, 5e5, False),
@@ -269,7 +305,7 @@ STRETCHED = {
 def test_rotary_settings_wherever_they_are(
     tmp_path: Path, warnings: list[str], changes: dict[str, Any], theta: float, scaled: bool
 ) -> None:
-    scaling = RopeScaling(8.0, 1.0, 4.0, 16) if scaled else None
+    scaling = Llama3(8.0, 1.0, 4.0, 16) if scaled else None
     config = dataclasses.replace(SMALL, rope_theta=theta, rope_scaling=scaling)
     weights = oracle.random_weights(config, tied=True)
     params = checkpoint.load(hf.write_llama(tmp_path / "m", weights, SMALL, **changes))
@@ -331,9 +367,9 @@ def test_what_the_first_llamas_leave_out(tmp_path: Path) -> None:
         ({"rope_theta": 10**400}, ["rope_theta = 1000", "expected a number"]),
         ({"rope_scaling": "linear"}, ["rope_scaling = linear: expected an object"]),
         ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling.rope_type = None"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling.type = linear", "default or llama3"]),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type = dynamic"]),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_parameters.rope_type = yarn"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["rope_scaling.type = longrope", "linear, dynamic, llama3 or yarn"]),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, ["rope_scaling.factor = -1"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_parameters.factor is missing"]),
         ({"rope_scaling": {"rope_type": "llama4"}}, ["rope_scaling.rope_type = llama4"]),
         ({"rope_scaling": {"rope_type": []}}, ["rope_scaling.rope_type = []"]),
         ({"rope_scaling": {"rope_type": "llama3", "type": "yarn"}}, ["rope_type = llama3", "type = yarn", "one value"]),

@@ -108,7 +108,7 @@ def test_the_wheel_holds_the_model_and_finds_it(tmp_path: Path) -> None:
         names = archive.namelist()
         assert {"jllama/stories/model.bin", "jllama/stories/tokenizer.model"} <= set(names)
         if (platform.system(), platform.machine()) == ("Linux", "x86_64") and shutil.which("g++"):
-            assert any(name.startswith("jllama/_native") for name in names)
+            assert any(name.startswith("jllama/kernels/_native") for name in names)
         archive.extractall(tmp_path / "site")
     code = "from jllama import cli; print(cli.hub.local('stories')); cli.run()"
     done = subprocess.run(

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jllama import gguf_file
+from jllama import gguf_file, rope
 from jllama.checkpoint.build import CheckpointError, Contents
 from jllama.checkpoint.mapped import map_file, release, strided
 from jllama.checkpoint.named import arranged, present
 from jllama.checkpoint.source import Array, Source
-from jllama.config import Config, ConfigError, RopeScaling
+from jllama.config import Config, ConfigError
 from jllama.errors import listed, quoted
 from jllama.families import GGUF, Fields, config_of
 from jllama.gguf_file import GGUFError, TensorInfo
@@ -58,7 +58,7 @@ def read(path: Path) -> Contents:
     raw = _sources(data, tensors, problems)
     divisors = raw.pop(_ROPE_DIVISORS, None)
     try:
-        config, _ = config_of(family.config, _fields(metadata, str(path), tensors))
+        config, _ = config_of(family.config, _fields(metadata, str(path), tensors), strict=True)
         if divisors is not None:
             config = _stretched(config, divisors.read(0, divisors.shape[0]))
     except ConfigError as e:
@@ -90,27 +90,31 @@ def _fields(metadata: Mapping[str, Any], origin: str, tensors: Mapping[str, Tens
 
 
 def _stretched(config: Config, divisors: Array) -> Config:
-    """Find the `RopeScaling` that divides the rotary frequencies by `divisors [H/2]`.
+    """Find the formula that divides the rotary frequencies by `divisors [R/2]`: Llama 3.1's where that fits.
 
-    All known models have low and high factors of 1 and 4, and were first trained on a power of two of positions.
+    All known models of it have low and high factors of 1 and 4, and were first trained on a power of two of positions.
 
     Raises:
-      ConfigError: there is none of that kind.
+      ConfigError: numbers that make no sense.
     """
-    if divisors.shape != (config.head_dim // 2,):
-        raise ConfigError(f"{_ROPE_DIVISORS}: {list(divisors.shape)} divisors, expected [{config.head_dim // 2}]")
-    if np.all(divisors == 1):
+    if config.rope_scaling is not None:
+        raise ConfigError(f"{_ROPE_DIVISORS}: not supported beside another stretch, {config.rope_scaling}")
+    if divisors.shape == (config.rotated_dim // 2,) and np.all(divisors == 1):
         return config
-    plain = rotary_frequencies(config)
-    if not np.all(np.isfinite(divisors) & (divisors > 0)):
-        raise ConfigError(f"{_ROPE_DIVISORS}: divisors that aren't positive numbers")
+    try:
+        divided = dataclasses.replace(config, rope_scaling=rope.Divided(tuple(divisors.ravel().tolist())))
+    except ConfigError as e:
+        raise ConfigError(f"{_ROPE_DIVISORS}: {e}") from e
+    if np.all(divisors == divisors[0]):
+        return dataclasses.replace(config, rope_scaling=rope.Linear(float(divisors[0])))
     for exponent in range(4, 24):
-        scaling = RopeScaling(float(divisors.max()), 1.0, 4.0, 2**exponent)
+        scaling = rope.Llama3(float(divisors.max()), 1.0, 4.0, 2**exponent)
         stretched = dataclasses.replace(config, rope_scaling=scaling)
-        if np.allclose(divisors, plain / rotary_frequencies(stretched), rtol=1e-5, atol=0):
+        if scaling.factor > 1 and np.allclose(
+            rotary_frequencies(divided), rotary_frequencies(stretched), rtol=1e-5, atol=0
+        ):
             return stretched
-    span = f"{divisors.min():g} to {divisors.max():g}"
-    raise ConfigError(f"{_ROPE_DIVISORS}: divisors from {span} that are not those of Llama 3.1's kind")
+    return divided
 
 
 def _sources(data: mmap.mmap, tensors: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -59,14 +58,16 @@ def describe(config: Config, dtype: str, origin: str) -> tuple[HuggingFace, dict
       CheckpointError: there is none; what the nearest lacks is named.
     """
     nearest: tuple[list[str], str] | None = None
-    wanted = dataclasses.asdict(config)
     for row in HUGGINGFACE.values():
         if row.fields is None:
             continue
         head = {"architectures": [row.architecture], "model_type": row.model_type}
         fields = head | row.fields(config) | {"torch_dtype": dtype}
-        kept = dataclasses.asdict(parse(fields, origin).config)
-        lost = [f"{name} = {value}" for name, value in wanted.items() if kept[name] != value]
+        try:
+            kept = vars(parse(fields, origin).config)
+            lost = [f"{name} = {value}" for name, value in vars(config).items() if kept[name] != value]
+        except CheckpointError as e:
+            lost = [str(e).removeprefix(f"{origin}: ")]
         if not lost:
             return row, fields
         nearest = min(nearest or (lost, row.model_type), (lost, row.model_type), key=lambda found: len(found[0]))

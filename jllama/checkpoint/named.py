@@ -48,7 +48,9 @@ def arranged(layout: Layout, config: Config, found: Mapping[str, Source], proble
         for ours, theirs in _names(place, config):
             expected[theirs] = shape[::-1] if is_transposed else shape
             if theirs in found:
-                sources[ours] = _part(place, found[theirs], is_transposed, layout.half_split * config.head_dim)
+                source = _part(place, found[theirs], is_transposed)
+                is_split = layout.half_split and place.tensor.rotary
+                sources[ours] = interleaved(source, config.head_dim, config.rotated_dim) if is_split else source
     for name, shape in expected.items():
         if name not in found:
             problems.append(f"{name} is missing, expected {list(shape)}")
@@ -63,9 +65,10 @@ def spread(layout: Layout, config: Config, sources: Mapping[str, Source]) -> dic
     parts: dict[str, list[Source]] = {}
     for place in _places(layout, config, ()):
         for ours, theirs in _names(place, config):
-            source = sources[ours]
-            is_split = layout.half_split and place.tensor.rotary
-            parts.setdefault(theirs, []).append(half_split(source, config.head_dim) if is_split else source)
+            source, is_split = sources[ours], layout.half_split and place.tensor.rotary
+            if is_split:
+                source = half_split(source, config.head_dim, config.rotated_dim)
+            parts.setdefault(theirs, []).append(source)
     return {name: joined(several, axis=0) for name, several in parts.items()}
 
 
@@ -97,15 +100,13 @@ def _is_transposed(layout: Layout, tensor: Tensor) -> bool:
     return layout.transposed and tensor.in_layers and len(tensor.shape) == 2
 
 
-def _part(place: _Place, whole: Source, is_transposed: bool, split_heads: int) -> Source:
-    """Give the rows of one kind; rotary ones are reordered in heads of that many rows, unless it is 0."""
+def _part(place: _Place, whole: Source, is_transposed: bool) -> Source:
+    """Give the rows of one kind."""
     if is_transposed:
-        source = _transposed(whole, place)
-    elif len(whole.shape) == 2 and len(place.tensor.shape) == 1:
-        source = Source(place.tensor.shape, lambda start, stop: whole.read(0, 1)[0, start:stop])
-    else:
-        source = whole if whole.shape == place.tensor.shape else rows_of(whole, place.first, place.tensor.shape[0])
-    return interleaved(source, split_heads) if split_heads and place.tensor.rotary else source
+        return _transposed(whole, place)
+    if len(whole.shape) == 2 and len(place.tensor.shape) == 1:
+        return Source(place.tensor.shape, lambda start, stop: whole.read(0, 1)[0, start:stop])
+    return whole if whole.shape == place.tensor.shape else rows_of(whole, place.first, place.tensor.shape[0])
 
 
 def _transposed(whole: Source, place: _Place) -> Source:

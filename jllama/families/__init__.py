@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jllama.config import Config, ConfigError
-from jllama.errors import listed
+from jllama.errors import listed, shown
 from jllama.families import gpt2, llama, qwen
 from jllama.families.family import Layout
 from jllama.families.fields import Fields
@@ -22,14 +22,21 @@ HUGGINGFACE = {row.model_type: row for family in _FAMILIES for row in family.HUG
 GGUF = {row.architecture: row for family in _FAMILIES for row in family.GGUF_FILES}
 
 
-def config_of(read: Callable[[Fields], dict[str, Any]], fields: Fields) -> tuple[Config, bool | None]:
+def config_of(
+    read: Callable[[Fields], dict[str, Any]], fields: Fields, *, strict: bool = False
+) -> tuple[Config, bool | None]:
     """Read a model's config from the metadata of a file, and whether the head is tied, None where it doesn't say that.
+
+    With `strict` all fields must be known, as each might change what is computed.
 
     Raises:
       ConfigError: fields are missing, wrong, contradicting or not supported; all are named.
     """
     values = read(fields)
-    if fields.problems:
-        raise ConfigError(listed(fields.problems))
+    problems = fields.problems
+    if strict:
+        problems = problems + [f"{fields.prefix}{shown(name)}: not supported" for name in fields.unasked()]
+    if problems:
+        raise ConfigError(listed(problems))
     tied = values.pop("tied", None)
     return Config(**values, tied=bool(tied)), tied

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
 from jllama.errors import shown
 
 
@@ -45,6 +47,17 @@ class Fields:
             self.problems.append(f"{self.prefix}{name} = {shown(value)}: expected {self._EXPECTED[kind]}")
         return kind()
 
+    def per_layer(self, name: str, n_layers: int, default: int | None = None) -> int:
+        """Return a whole number, which may be given as an array of equal ones, one a layer."""
+        value = self.peek(name)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) == n_layers:
+            if (value == value[0]).all():
+                return int(value[0])
+            self.problems.append(f"{self.prefix}{name} = {shown(value)}: not supported; expected equal layers")
+            return int(value[0])
+        found: int = self.get(name, int, default)
+        return found
+
     def peek(self, name: str) -> Any:
         """Return a field of whatever type; None where it is absent."""
         self._asked.add(name)
@@ -65,9 +78,9 @@ class Fields:
             self.problems.append(f"{both}: expected one value")
         return given[0][1] if given else None
 
-    def within(self, name: str, values: Mapping[str, Any]) -> Fields:
-        """Give the fields of a table within these, whose problems are these's too."""
-        inner = Fields(values, self.origin, f"{self.prefix}{name}.")
+    def within(self, prefix: str, values: Mapping[str, Any]) -> Fields:
+        """Give other fields, of a table among these, whose problems are these's too."""
+        inner = Fields(values, self.origin, f"{self.prefix}{prefix}")
         inner.problems = self.problems
         return inner
 

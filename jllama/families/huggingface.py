@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from absl import logging
-
-from jllama.config import Config, ConfigError, RopeScaling
-from jllama.errors import shown
+from jllama.config import Config
+from jllama.families import ropes
 from jllama.families.family import Layout
 from jllama.families.fields import Fields
 
@@ -22,13 +19,6 @@ SIZES = {
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",
 }
-_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_seq_len": "original_max_position_embeddings",
-}
-_ROPE_THETA = 10000.0  # transformers' default
 _WINDOW = 4096  # transformers' default where a family has windows
 
 _ATTENTION, _FEED_FORWARD = "layers.{}.attention", "layers.{}.feed_forward"
@@ -62,13 +52,11 @@ def decoder(fields: Fields, *, says_kv_heads: bool = True) -> dict[str, Any]:
     defaults = {"head_dim": 0} if says_kv_heads else {"head_dim": 0, "n_kv_heads": fields.peek(SIZES["n_heads"]) or 0}
     values = {name: fields.get(field, int, defaults.get(name)) for name, field in SIZES.items()}
     values["norm_eps"] = fields.get("rms_norm_eps", float)
-    values["rope_theta"], values["rope_scaling"] = rope(fields)
     tied = fields.peek("tie_word_embeddings")
     values["tied"] = None if tied is None else fields.get("tie_word_embeddings", bool)
     fields.only("hidden_act", "silu")
     fields.only("mlp_bias", False)
-    fields.only("partial_rotary_factor", 1.0)
-    return values
+    return ropes.from_huggingface(fields, values)
 
 
 def fields_of(config: Config) -> dict[str, Any]:
@@ -77,54 +65,10 @@ def fields_of(config: Config) -> dict[str, Any]:
         **{field: getattr(config, name) for name, field in SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        **rope_fields(config),
+        **ropes.to_huggingface(config),
         "mlp_bias": False,
         "tie_word_embeddings": config.tied,
     }
-
-
-def rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """Read base and scaling of the rotary frequencies."""
-    # transformers 4 writes rope_theta and rope_scaling, 5 rope_parameters with both in it; some tools write all.
-    places = ("rope_scaling", "rope_parameters")
-    tables = {place: {k: v for k, v in fields.get(place, dict, {}).items() if v is not None} for place in places}
-    found = {"rope_theta": fields.peek("rope_theta")}
-    found |= {f"{place}.rope_theta": table.pop("rope_theta", None) for place, table in tables.items()}
-    if (theta := fields.agree(found)) is None:
-        logging.warning("%s: no rope_theta, taking %g", fields.origin, _ROPE_THETA)
-    agreed = Fields({"rope_theta": theta}, fields.origin)
-    theta = agreed.get("rope_theta", float, _ROPE_THETA)
-    fields.problems += agreed.problems
-    scalings = [_scaling(fields.within(place, table), table) for place, table in tables.items() if table]
-    if len(scalings) == 2 and scalings[0] != scalings[1]:
-        fields.problems.append(f"rope_scaling = {scalings[0]} and rope_parameters = {scalings[1]}: expected one value")
-    return theta, scalings[0] if scalings else None
-
-
-def _scaling(table: Fields, values: Mapping[str, Any]) -> RopeScaling | None:
-    kind = table.agree({name: values.get(name) for name in ("rope_type", "type")})
-    table.only("partial_rotary_factor", 1.0)
-    if kind in ("default", "none"):
-        return None
-    if kind != "llama3":
-        key = "type" if "type" in values else "rope_type"
-        table.problems.append(f"{table.prefix}{key} = {shown(kind)}: not supported; expected default or llama3")
-        return None
-    before = len(table.problems)
-    numbers = {name: table.get(field, int if "max" in name else float) for name, field in _SCALING.items()}
-    try:
-        return None if len(table.problems) > before else RopeScaling(**numbers)
-    except ConfigError as e:
-        table.problems.append(str(e))
-        return None
-
-
-def rope_fields(config: Config) -> dict[str, Any]:
-    """Give what `rope` reads."""
-    scaling, table = config.rope_scaling, None
-    if scaling is not None:
-        table = {"rope_type": "llama3"} | {field: getattr(scaling, name) for name, field in _SCALING.items()}
-    return {"rope_theta": config.rope_theta, "rope_scaling": table}
 
 
 def window(fields: Fields, n_layers: int, *, first: int = 0) -> int | None:

@@ -41,7 +41,7 @@ def linear(layer: Linear, x: jax.Array, run: Run, *, fine: bool = False, divided
       divided: whether the inputs are divided over the mesh axis of `run`; the products are summed over it then.
     """
     rows = x.reshape(-1, x.shape[-1])
-    y = layer.weight.dot(rows, kernels=run.kernels, fine=fine, axis=run.axis if divided else None)
+    y = layer.weight.dot(rows, native=run.kernels, fine=fine, axis=run.axis if divided else None)
     if layer.bias is not None:
         y = y + layer.bias[None]
     return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -36,12 +36,12 @@ class Weight(ABC):
         """Give the matrix of one layer (int32 scalar) of a stack, without a copy where a kernel will take it."""
 
     @abstractmethod
-    def dot(self, x: jax.Array, *, kernels: bool, fine: bool, axis: str | None) -> jax.Array:
+    def dot(self, x: jax.Array, *, native: bool, fine: bool, axis: str | None) -> jax.Array:
         """Multiply float32 rows `x [R, in]`: float32 `[R, out]`.
 
         Args:
           x: the rows.
-          kernels: whether to use `native`'s where they serve.
+          native: whether to use those of `jllama.kernels` where they serve.
           fine: whether a form that rounds `x` should do so with care, at some cost.
           axis: the mesh axis over which the inputs are divided, and over which to sum, if they are.
         """

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllama import native
+from jllama import kernels
 from jllama.weights.base import Array, Weight, dot, layer_of, stacked, summed
 
 
@@ -40,11 +40,12 @@ class Int8(Weight):
     def at(self, layer: jax.Array) -> Int8:
         return Int8(self.values, self.scale, layer)
 
-    def dot(self, x: jax.Array, *, kernels: bool, fine: bool, axis: str | None) -> jax.Array:
-        values, scale, n = layer_of(self.values, self.layer), layer_of(self.scale, self.layer), len(x)
+    def dot(self, x: jax.Array, *, native: bool, fine: bool, axis: str | None) -> jax.Array:
+        n = len(x)
         fine = fine or n == 1
-        if kernels and axis is None and n <= native.MAX_ROWS:
-            return native.dot_int8(values, scale, x, fine=fine)
+        if native and axis is None and kernels.has("int8"):
+            return kernels.dot_int8(self.values, self.scale, x, self.layer, fine=fine)
+        values, scale = layer_of(self.values, self.layer), layer_of(self.scale, self.layer)
         rounded = quantize(x, axis)
         if fine:
             rest = quantize(x - rounded.values.astype(jnp.float32) * rounded.scale[:, None], axis)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllama import native
+from jllama import kernels
 from jllama.weights.base import Array, Weight, dot, layer_of, stacked, summed
 
 
@@ -32,9 +32,9 @@ class Plain(Weight):
     def at(self, layer: jax.Array) -> Plain:
         return Plain(self.values, layer)
 
-    def dot(self, x: jax.Array, *, kernels: bool, fine: bool, axis: str | None) -> jax.Array:
-        if kernels and x.shape[0] <= native.MAX_ROWS:
-            return summed(native.dot(layer_of(self.values, self.layer), x.astype(self.values.dtype)), axis)
+    def dot(self, x: jax.Array, *, native: bool, fine: bool, axis: str | None) -> jax.Array:
+        if native and kernels.has(self.dtype):
+            return summed(kernels.dot(self.values, x, self.layer), axis)
         w, x = layer_of(self.values, self.layer), x.astype(self.values.dtype)
         if len(x) == 1 and w.dtype != jnp.float32:
             # One row alone falls into a scalar loop on CPU, 10 to 20 times slower than two.

@@ -1,0 +1,255 @@
+"""The optional kernels: products and attention on a CPU, at the speed of memory.
+
+`pip install` compiles them where it finds a C++ compiler on Linux for x86-64; elsewhere XLA's own kernels do the work.
+Nothing but speed depends on them: a library that is damaged, foreign or older is left alone, and `explain` says so.
+A result depends on its own row alone, to the bit: not on other rows, the number of threads, how a prompt was cut into
+blocks or how long the cache is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import jax
+
+_HERE = Path(__file__).parent
+_HANDLERS = ("jllama_dot", "jllama_dot_int8", "jllama_attend")
+_NEEDS = {  # in the order of the library's bits
+    "float32": "AVX-512 (F, BW, DQ, VL)",
+    "bfloat16": "AVX-512 with BF16",
+    "int8": "AVX-512 with VNNI",
+    "attention": "AVX-512 (F, BW, DQ, VL)",
+}
+
+
+class _Loaded(NamedTuple):
+    """What was found of the library: which kernels run, and why no others do."""
+
+    names: frozenset[str] = frozenset()
+    reason: str = "they were not built: expected Linux on x86-64 and `pip install` with a C++ compiler"
+    path: Path | None = None
+
+
+def available() -> bool:
+    """Whether there are kernels that can serve JAX's default backend here."""
+    import jax
+
+    return bool(_load().names) and jax.default_backend() == "cpu"
+
+
+def has(name: str) -> bool:
+    """Whether a kernel runs here: products with "float32", "bfloat16" or "int8" weights, or "attention"."""
+    return name in _load().names and available()
+
+
+def choose(kernels: str) -> bool:
+    """Whether to use the kernels, where "auto", "xla" or "native" is asked for.
+
+    Raises:
+      ValueError: another word, or "native" where they are not available.
+    """
+    if kernels not in ("auto", "xla", "native"):
+        raise ValueError(f"kernels = {kernels!r}: expected auto, xla or native")
+    if kernels == "native" and not available():
+        raise ValueError(f"kernels = native: {explain()}; kernels = auto does without")
+    return kernels != "xla" and available()
+
+
+def explain() -> str:
+    """Say in one line which kernels run here, and why not others."""
+    loaded = _load()
+    if not loaded.names:
+        return f"no native kernels: {loaded.reason}"
+    if not available():
+        return "no native kernels: they are for CPUs, and JAX's default backend is another"
+    runs = ", ".join(name for name in _NEEDS if name in loaded.names)
+    return f"native kernels for {runs}" + (f"; {loaded.reason}" if loaded.reason else "")
+
+
+@functools.cache
+def build() -> str:
+    """Name the kernels, "" where there are none: compiled programs are good for those of the same name."""
+    loaded = _load()
+    return f"{_source()[:16]}-{'-'.join(sorted(loaded.names))}" if loaded.names else ""
+
+
+def dot(w: jax.Array, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+    """Multiply `x` by a weight transposed, that of one layer of a stack.
+
+    Args:
+      w: float32 or bfloat16 `[out, in]`, or `[L, out, in]` with a layer.
+      x: float32 `[R, in]`; with bfloat16 weights it is rounded to bfloat16.
+      layer: int32 scalar; out of range it is the nearest there is.
+
+    Returns:
+      float32 `[R, out]`.
+    """
+    y: jax.Array = _call("jllama_dot", _float32(x.shape[0], w.shape[-2]))(w, _number(layer, 2, w), x)
+    return y
+
+
+def dot_int8(
+    values: jax.Array, scale: jax.Array, x: jax.Array, layer: jax.Array | None = None, *, fine: bool
+) -> jax.Array:
+    """Multiply `x`, rounded to int8 with one scale a row, by an int8 weight transposed.
+
+    Args:
+      values: int8 `[out, in]`, or `[L, out, in]` with a layer.
+      scale: float32 `[out]` or `[L, out]`: the weight is values times scale.
+      x: float32 `[R, in]`.
+      layer: as for `dot`.
+      fine: whether what the rounding of x left is rounded and multiplied too.
+
+    Returns:
+      float32 `[R, out]`.
+    """
+    y: jax.Array = _call("jllama_dot_int8", _float32(x.shape[0], values.shape[-2]))(
+        values, scale, _number(layer, 2, values), x, fine=bool(fine)
+    )
+    return y
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    first: jax.Array,
+    layer: jax.Array | None = None,
+    *,
+    window: int | None,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write new keys and values to a cache, in its memory, and attend from each new token to what it sees.
+
+    Token t of row b has position p = first[b] + t and sees the slots max(0, p - window + 1) .. p.
+
+    Args:
+      q: float32 `[B, T, N, H]`, not scaled.
+      k: float32 `[B, T, K, H]`.
+      v: the same.
+      k_cache: float32 or bfloat16 `[B*K, S, H]`, or `[L, B*K, S, H]` with a layer; S is at least T.
+      v_cache: the same.
+      first: int32 `[B]`; brought into 0 .. S - T, as XLA's updates do.
+      layer: as for `dot`.
+      window: how many slots up to its own a token sees; None: all.
+      scale: what the scores are multiplied with.
+
+    Returns:
+      float32 `[B, T, N, H]`, and the two caches, which were changed in place.
+    """
+    import numpy as np
+
+    results: list[Any] = [_float32(*q.shape), k_cache, v_cache]
+    out, k_cache, v_cache = _call("jllama_attend", results, input_output_aliases={3: 1, 4: 2})(
+        q, k, v, k_cache, v_cache, first, _number(layer, 3, k_cache, v_cache),
+        window=np.int64(k_cache.shape[-2] if window is None else window), scale=np.float32(scale),
+    )  # fmt: skip
+    return out, k_cache, v_cache
+
+
+def _call(name: str, results: Any, **options: Any) -> Any:
+    import jax
+
+    if not _load().names:
+        raise RuntimeError(explain())
+    return jax.ffi.ffi_call(name, results, **options)
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    import jax
+    import numpy as np
+
+    return jax.ShapeDtypeStruct(shape, np.float32)  # type: ignore[no-untyped-call]
+
+
+def _number(layer: jax.Array | None, rank: int, *arrays: jax.Array) -> jax.Array:
+    """Return a layer's number, 0 where there is none, for arrays of which a single layer's have `rank` axes."""
+    import jax.numpy as jnp
+
+    # XLA copies a cache whose first axis has the size 1: arrays of one layer go to the kernels without such an axis.
+    if any(array.ndim != rank + (layer is not None) for array in arrays):
+        expected = f"{rank} axes" if layer is None else f"{rank + 1} axes, the first of which is the layers'"
+        raise ValueError(f"shapes {', '.join(str(array.shape) for array in arrays)}: expected {expected}")
+    return jnp.int32(0) if layer is None else jnp.asarray(layer, jnp.int32)
+
+
+@functools.cache
+def _source() -> str:
+    """Hash the kernels' sources as setup.py does: a library that was compiled from others is not used."""
+    files = sorted([*_HERE.glob("*.cc"), *_HERE.glob("*.h")])
+    return hashlib.sha256(b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()
+
+
+def _built() -> Iterator[Path]:
+    """Find compiled libraries beside this file and in the installed package."""
+    yield from sorted(_HERE.glob("_native*.so"))
+    # A clone beside `pip install .`: the library is there. Building may have left metadata in the clone too.
+    for file in itertools.chain(*(found.files or [] for found in distributions(name="jllama"))):
+        if file.match("kernels/_native*.so"):
+            yield Path(str(file.locate()))
+
+
+@functools.cache
+def _load() -> _Loaded:
+    """Load the library and make its kernels known to XLA."""
+    result = _Loaded()
+    for path in _built():
+        try:
+            result = _open(path)  # it uses no Python, so that of another Python version serves as well
+        except (OSError, AttributeError) as problem:
+            result = _Loaded(reason=f"{path} can't be used: {str(problem)[:200]}")
+        if result.names:
+            break
+    return result
+
+
+def _open(path: Path) -> _Loaded:
+    """Register the kernels of a library.
+
+    Raises:
+      OSError: it can't be loaded.
+      AttributeError: it is no library of these kernels.
+    """
+    library = ctypes.CDLL(str(path))
+    library.jllama_source.restype = ctypes.c_char_p
+    if library.jllama_source() != _source().encode():
+        return _Loaded(reason=f"{path} was compiled from other sources: run `pip install` again")
+    handlers = {name: getattr(library, name) for name in _HANDLERS}
+    built_for, running = (library.jllama_ffi_major(), library.jllama_ffi_minor()), _ffi_version()
+    # XLA takes older handlers, and refuses to work at all after a newer one was registered.
+    if running is None or built_for[0] != running[0] or built_for > running:
+        return _Loaded(reason=f"{path} needs version {built_for} of XLA's interface, and jaxlib has {running}")
+    bits = library.jllama_capabilities()
+    names = frozenset(name for i, name in enumerate(_NEEDS) if bits >> i & 1)
+    missing = [name for name in _NEEDS if name not in names]
+    reason = f"none for {', '.join(missing)}: this processor lacks {_NEEDS[missing[0]]}" if missing else ""
+    if names:
+        import jax
+
+        for name, handler in handlers.items():
+            capsule = jax.ffi.pycapsule(handler)  # type: ignore[no-untyped-call]
+            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    return _Loaded(names, reason, path)
+
+
+def _ffi_version() -> tuple[int, int] | None:
+    """Read the version of XLA's foreign function interface that jaxlib has."""
+    import jaxlib
+
+    header = Path(jaxlib.__file__).parent / "include" / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        found = re.findall(r"#define XLA_FFI_API_M(?:AJOR|INOR) (\d+)", header.read_text())
+    except OSError:
+        return None
+    return (int(found[0]), int(found[1])) if len(found) == 2 else None

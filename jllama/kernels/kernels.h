@@ -1,0 +1,103 @@
+// What the parts of the kernels say to each other: what is to be done, and the functions that an instruction set has.
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace jllama {
+
+// Threads that share work.
+class Pool {
+ public:
+  virtual ~Pool() = default;
+  virtual int64_t threads() const = 0;
+  // Runs task(0) .. task(n - 1) in any order and on any thread, and returns when all are done.
+  virtual void run(int64_t n, const std::function<void(int64_t)>& task) = 0;
+};
+
+struct Span {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+// y [rows, out] = x [rows, in] times w [out, in] transposed.
+struct Product {
+  const void* w;
+  const void* x;  // rounded already to what w is multiplied with
+  float* y;
+  int64_t out, rows, in;
+};
+
+// The same of int8, each row of w and x with its scale: x has `each` rows for one of y, which are added up.
+struct ProductInt8 {
+  const int8_t* w;
+  const float* w_scale;  // [out]
+  const int8_t* x;       // [each * rows, in]
+  const float* x_scale;  // [each * rows]
+  const int32_t* x_sum;  // [each * rows], sums of the rows of x
+  float* y;
+  int64_t out, rows, in, each;
+};
+
+constexpr int64_t kPieceBytes = 4 << 10;  // of a row of x, multiplied at a time
+constexpr int64_t kBlock = 128;           // slots of a cache, attended to at a time: they stay in a core's caches
+constexpr int64_t kChunk = 4 * kBlock;    // slots whose attention is one partial result
+
+// Attention of T new tokens a row, the first at slot first[b], to a cache that holds them already.
+struct Attention {
+  const float* q;  // [B, T, N, H]
+  const void* k;   // [B*K, S, H], bfloat16 or float32
+  const void* v;
+  bool bfloat16;
+  float* out;                                        // [B, T, N, H]
+  int64_t tokens, heads, key_heads, slots, width;    // T, N, K, S, H
+  int64_t window;                                    // how many slots up to its own a token sees
+  float scale;                                       // of the scores
+
+  int64_t group() const { return heads / key_heads; }
+};
+
+// The query rows of some tokens of one row and key head: row i is query head i % G of token tokens.begin + i / G.
+struct Queries {
+  int64_t row, key_head, first;  // first: the slot of token 0
+  Span tokens;
+};
+
+// What some slots give a query row is a partial result: the largest score, the sum of the exponentials relative to
+// it, and the sum of the values weighted with these. It takes 2 + H numbers.
+struct Kernels {
+  void (*dot_float32)(const Product&, Span outputs, Span rows);
+  void (*dot_bfloat16)(const Product&, Span outputs, Span rows);
+  void (*dot_int8)(const ProductInt8&, Span outputs, Span rows);
+  void (*round_bfloat16)(const float* x, int64_t n, uint16_t* to);
+  // Rounds a row to int8 with one scale; `rest`, if there is one, becomes what the rounding left.
+  void (*round_int8)(const float* x, int64_t n, int8_t* to, float* scale, int32_t* sum, float* rest);
+  // The partial results of each query row and chunk `chunk` of the slots.
+  void (*attend)(const Attention&, const Queries&, int64_t chunk, float* partial);
+  // Adds partial results of `rows` query rows to those of the chunks before.
+  void (*merge)(float* total, const float* partial, int64_t rows, int64_t width);
+  // Writes what the queries' partial results of all chunks come to.
+  void (*finish)(const Attention&, const Queries&, const float* total);
+};
+
+// The kernels of each instruction set; what it doesn't have is null.
+Kernels avx512_kernels();
+void add_avx512_vnni(Kernels&);
+void add_avx512_bf16(Kernels&);
+
+// The three products, over all threads.
+void dot_float32(Pool&, const Kernels&, Product);
+void dot_bfloat16(Pool&, const Kernels&, Product);                   // x: float32
+void dot_int8(Pool&, const Kernels&, ProductInt8, const float* x, bool fine);  // x*: filled in here
+
+// Writes new keys and values [B, T, K, H] to the caches at each row's slots, and attends.
+struct NewTokens {
+  const float* k;
+  const float* v;
+  const int32_t* first;  // [B]
+  int64_t rows;          // B
+};
+void attend(Pool&, const Kernels&, Attention, const NewTokens&, void* k, void* v);
+
+}  // namespace jllama
