@@ -9,14 +9,18 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("jllama/kernels")
 # Each source has the flags of its instruction set, and no other: the common ones run on any processor.
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
-FLAGS = {
-    "handlers.cc": [],
-    "schedule.cc": [],
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+COMMON: dict[str, list[str]] = {"handlers.cc": [], "schedule.cc": [], "cpu.cc": [], "generic.cc": []}
+X86 = {
+    "avx2.cc": AVX2,
+    "avx_vnni.cc": [*AVX2, "-mavxvnni"],
     "avx512.cc": AVX512,
     "avx512_vnni.cc": [*AVX512, "-mavx512vnni"],
     "avx512_bf16.cc": [*AVX512, "-mavx512bf16"],
 }
+ARM = {"neon.cc": [], "neon_dotprod.cc": ["-march=armv8.2-a+dotprod"]}
+SOURCES = COMMON | {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine(), {})
 
 
 def source() -> str:
@@ -33,7 +37,7 @@ class Build(build_ext):
         plain = self.compiler._compile
 
         def compile_one(obj, src, ext, cc_args, extra_postargs, pp_opts):  # type: ignore[no-untyped-def]
-            plain(obj, src, ext, cc_args, [*extra_postargs, *FLAGS[Path(src).name]], pp_opts)
+            plain(obj, src, ext, cc_args, [*extra_postargs, *SOURCES[Path(src).name]], pp_opts)
 
         self.compiler._compile = compile_one
         super().build_extensions()
@@ -41,7 +45,7 @@ class Build(build_ext):
 
 kernels = Extension(
     "jllama.kernels._native",
-    [str(FOLDER / name) for name in FLAGS],
+    [str(FOLDER / name) for name in SOURCES],
     depends=[str(file) for file in FOLDER.rglob("*.h")],
     include_dirs=[str(FOLDER)],
     define_macros=[("JLLAMA_SOURCE", f'"{source()}"')],
@@ -58,5 +62,5 @@ kernels = Extension(
     ],
     optional=True,  # without a compiler the package works, more slowly
 )
-here = (platform.system(), platform.machine()) == ("Linux", "x86_64")
-setup(ext_modules=[kernels] if here else [], cmdclass={"build_ext": Build})
+# Windows' compilers have other vectors and other flags.
+setup(ext_modules=[kernels] if platform.system() in ("Linux", "Darwin") else [], cmdclass={"build_ext": Build})

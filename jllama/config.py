@@ -1,26 +1,27 @@
 """The sizes and switches of a model: `Config`, its checks, and the reader of `configs/*.toml`."""
 
 import dataclasses
-import math
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from jllama import rope
+from jllama.errors import InputError, listed, quoted
 
-_MOST_TOKENS = 2**31 - 2**20  # of a context: positions, and what is added to them, stay within int32
+_LARGEST = 2**31 - 2**20  # of a size: positions are int32, and padded
+_LONGEST = 1 << 13  # characters of a TOML file: tomllib takes time by the square of them
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """Sizes that make no model: every problem found is named in the one message."""
 
 
 def _is_size(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x < _LARGEST
 
 
 def _is_positive(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e38  # float32 holds it; NaN isn't
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +86,18 @@ class Config:
         if self.rotary_dim == self.head_dim:
             object.__setattr__(self, "rotary_dim", 0)
         if problems := self._problems():
-            raise ConfigError("; ".join(problems))
+            raise ConfigError(listed(problems))
 
     def _problems(self) -> list[str]:
         sizes = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-        problems = [f"{n} = {getattr(self, n)!r}: expected 1 or more" for n in sizes if not _is_size(getattr(self, n))]
+        problems = [
+            f"{n} = {quoted(getattr(self, n))}: expected 1 to {_LARGEST - 1}"
+            for n in sizes
+            if not _is_size(getattr(self, n))
+        ]
         if self.sliding_window is not None and not _is_size(self.sliding_window):
             problems.append(f"sliding_window = {self.sliding_window!r}: expected 1 or more, or none")
         if not problems:
-            if self.max_seq_len > _MOST_TOKENS:
-                problems.append(f"max_seq_len = {self.max_seq_len}: expected at most {_MOST_TOKENS}")
             if self.n_heads % self.n_kv_heads:
                 problems.append(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
             if self.head_dim == 0:
@@ -162,8 +165,11 @@ def from_toml(path: str | Path) -> Config:
       ConfigError: the file cannot be read, is not TOML, or holds unknown, missing or wrong fields.
     """
     try:
-        fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:  # of UTF-8, of TOML, of numbers of thousands of digits
+        text = Path(path).read_text(encoding="utf-8")
+        if len(text) > _LONGEST:
+            raise ValueError(f"{len(text)} characters, expected at most {_LONGEST}")
+        fields: dict[str, Any] = tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
     try:
         if "rope_scaling" in fields:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Literal
 
+from jllama.errors import quoted
 from jllama.runner import Batch, Kept, Runner
 from jllama.settings import Settings
 from jllama.text import StopStrings, StreamDecoder
@@ -19,10 +20,18 @@ _ALL = 2**30  # steps: more than any context holds
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A text to continue, and how."""
+    """A text to continue, and how.
+
+    Raises:
+      ValueError: the text is none.
+    """
 
     text: str
     settings: Settings = dataclasses.field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise ValueError(f"the prompt {quoted(self.text)}: expected a text (str)")
 
 
 @dataclasses.dataclass(frozen=True)

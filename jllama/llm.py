@@ -68,14 +68,8 @@ class LLM:
         Raises:
           ValueError: they disagree on the size of the vocabulary.
         """
-        size = params.config.vocab_size
-        if tokenizer.vocab_size > size or (tokenizer.vocab_size < size and not tokenizer.padded):
-            raise ValueError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens and the model {size}: "
-                "expected the tokenizer that the model was trained with"
-            )
         self.params = params
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer.fit(params.config.vocab_size)
         self.runner = Runner(params)
 
     @classmethod

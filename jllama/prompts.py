@@ -6,36 +6,69 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from jllama.generation import Prompt
 from jllama.settings import Settings
 
 
-def read(path: str, default: Settings, check: Callable[[Prompt], object]) -> Iterator[Prompt]:
+class Request(NamedTuple):
+    """A prompt of a file, and the name that its answer is to have."""
+
+    prompt: Prompt
+    id: str | int | None = None
+
+
+def read(path: str, default: Settings, check: Callable[[Prompt], object]) -> Iterator[Request]:
     """Read prompts lazily from `path`, or from standard input if it is `-`.
 
-    In a `.jsonl` file every line is an object with a `prompt` and, if it likes, fields of `Settings` that override
-    `default`; blank lines are passed over. In any other file every line is a prompt, an empty one too. `check` is
-    called with each prompt and raises ValueError where it can't be continued.
+    In a `.jsonl` file every line is an object with a `prompt` and, if it likes, an `id` and fields of `Settings` that
+    override `default`; blank lines are passed over. A `.json` file is an array of such objects or texts, read at once.
+    In any other file every line is a prompt, an empty one too. `check` is called with each prompt and raises ValueError
+    where it can't be continued.
 
     Raises:
       ValueError: a line that is not what it should be, by number.
       OSError: the file can't be read.
     """
-    parse = _json_line if path.endswith(".jsonl") else Prompt
     with contextlib.ExitStack() as stack:
         file = standard_input() if path == "-" else stack.enter_context(open(path, "rb"))
-        for number, raw in enumerate(file, 1):
+        is_array = path.endswith(".json")
+        for number, raw in enumerate(_array(path, file) if is_array else file, 1):
             try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                if parse is _json_line and not line.strip():
-                    continue
-                prompt = parse(line, default)
-                check(prompt)
+                if isinstance(raw, bytes):
+                    raw = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                    if path.endswith(".jsonl"):
+                        if not raw.strip():
+                            continue
+                        raw = json.loads(raw)
+                request = _request(raw, default)
+                check(request.prompt)
             except (ValueError, RecursionError) as e:
-                raise ValueError(f"{path}, line {number}: {e}") from e
-            yield prompt
+                raise ValueError(f"{path}, {'item' if is_array else 'line'} {number}: {e}") from e
+            yield request
+
+
+def _array(path: str, file: BinaryIO) -> list[Any]:
+    try:
+        items = json.loads(file.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path}: {e}") from e
+    if not isinstance(items, list):
+        raise ValueError(f"{path}: expected an array of prompts; for an object a line, the name ends in .jsonl")
+    return items
+
+
+def _request(entry: Any, default: Settings) -> Request:
+    if isinstance(entry, str):
+        return Request(Prompt(entry, default))
+    if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+        raise ValueError('expected an object with a "prompt" that is a string')
+    fields = dict(entry)
+    text, name = fields.pop("prompt"), fields.pop("id", None)
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
+        raise ValueError(f"id = {name!r}: expected a string or an integer")
+    return Request(Prompt(text, default.override(fields)), name)
 
 
 def standard_input() -> BinaryIO:
@@ -47,11 +80,3 @@ def standard_input() -> BinaryIO:
     if sys.stdin is None:
         raise ValueError("standard input is closed: expected something to read")
     return sys.stdin.buffer
-
-
-def _json_line(line: str, default: Settings) -> Prompt:
-    fields = json.loads(line)
-    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
-        raise ValueError('expected an object with a "prompt" that is a string')
-    text = fields.pop("prompt")
-    return Prompt(text, default.override(fields))

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from jllama.errors import quoted
+
 Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def _is_positive(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e38  # float32 holds it; NaN isn't
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class RopeScaling(ABC):
             for name, value in vars(self).items()
             if not isinstance(value, bool | tuple) and value is not None and not _is_positive(value)
         }
-        return [f"rope_scaling.{name} = {value!r}: expected a positive number" for name, value in fields.items()]
+        return [f"rope_scaling.{name} = {quoted(value)}: expected a positive number" for name, value in fields.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +136,9 @@ class Divided(RopeScaling):
 
     def problems(self) -> list[str]:
         wrong = [value for value in self.divisors if not _is_positive(value)]
-        return super().problems() + [f"rope_scaling.divisors = {value!r}: expected positive numbers" for value in wrong]
+        return super().problems() + [
+            f"rope_scaling.divisors = {quoted(value)}: expected positive numbers" for value in wrong
+        ]
 
 
 FORMULAS: dict[str, type[RopeScaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn, "divided": Divided}

@@ -17,8 +17,8 @@ import pytest
 from console import MAIN, Run, error
 from trained import write_tokenizer
 
+from jllama.cli.flags import GROUPS
 from jllama.config import Config
-from jllama.flags import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -171,7 +171,7 @@ def test_an_empty_checkpoint(run: Run) -> None:
 def test_help(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for name in [f"--{holder.name}" for group in GROUPS.values() for holder in group]:
+    for name in [f"--{flag.holder.name}" for group in GROUPS.values() for flag in group]:
         assert name in out
     assert max(map(len, out.splitlines())) <= 120
 
@@ -193,8 +193,8 @@ def test_help(run: Run) -> None:
         (["--stop="], "stop"),
         (["--prompt=" + "long " * 50], "tokens: expected 1 to 64"),
         (["--prompt_file=/nowhere.txt"], "/nowhere.txt"),
-        (["--prompt=a", "--prompt_file=b"], "one of the two"),
-        (["--config=x.toml"], "one of the two"),
+        (["--prompt=a", "--prompt_file=b"], "not both"),
+        (["--config=x.toml"], "not both"),
         (["--tokenizer=/nowhere"], "/nowhere"),
         (["--rope_theta=-1"], "rope_theta = -1.0"),
     ],
@@ -209,7 +209,7 @@ def test_wrong_flags(run: Run, model: Path, flags: list[str], words: str) -> Non
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "cannot be read"),
+        (None, "no such file or folder"),
         (b"", "empty"),
         (b"version https://git-lfs.github.com/spec/v1\n", "LFS"),
         (b"GGUF" + bytes(300), "GGUF"),
@@ -221,9 +221,9 @@ def test_wrong_flags(run: Run, model: Path, flags: list[str], words: str) -> Non
 def test_files_that_are_no_checkpoint(run: Run, model: Path, tmp_path: Path, content: bytes | None, words: str) -> None:
     if content is not None:
         (tmp_path / "x.bin").write_bytes(content)
-    flags = (f"--checkpoint={tmp_path}/x.bin", f"--tokenizer={model.parent}/tokenizer.bin")
-    assert words in error(run(*flags))
-    assert words in error(run(*flags, f"--save={tmp_path}/out.bin"))
+    checkpoint = f"--checkpoint={tmp_path}/x.bin"
+    assert words in error(run(checkpoint, f"--tokenizer={model.parent}/tokenizer.bin"))
+    assert words in error(run(checkpoint, f"--save={tmp_path}/out.bin"))
     assert not (tmp_path / "out.bin").exists()
 
 

@@ -100,6 +100,12 @@ def test_head_dim_may_differ_from_dim_over_heads() -> None:
         (("dim = 64", "dims = 64"), "dims"),
         (("dim = 64", "dim = 0"), "dim = 0"),
         (("dim = 64", "dim = "), "TOML"),
+        (("dim = 64", "dim = " + "[" * 5000), "TOML"),
+        (("dim = 64", "dim" + ".a" * 10000 + " = 64"), "expected at most 8192"),
+        (("dim = 64", "dim = " + "9" * 5000), "TOML"),
+        (("dim = 64", "dim = 1" + "0" * 400), "dim = 1000"),
+        (("norm_eps = 1e-5", "norm_eps = 1" + "0" * 400), "norm_eps = 1000"),
+        (("dim = 64", 'dim = "\\u001b[2J"'), "dim = '.x1b"),
         (("tied = true", "[rope_scaling]\nfactor = 8.0"), "low_freq_factor"),
     ],
 )

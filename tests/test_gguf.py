@@ -5,6 +5,8 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
+import shutil
 import struct
 import sys
 import time
@@ -22,13 +24,14 @@ from gguf_writer import CONFIG, F32, HF_NAMES, KEYS, Q4_0, Q4_1, Q8_0, gguf_byte
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jllama import checkpoint, gguf_file, rope
+from jllama import chat, checkpoint, gguf_file, rope, tokenizer
 from jllama.checkpoint import CheckpointError, build, gguf, hub, mapped
 from jllama.config import Config
 from jllama.decode import Stop, generate
 from jllama.gguf_file import GGUFError
 from jllama.model import rotary_frequencies
 from jllama.rope import Llama3
+from jllama.tokenizer import TokenizerError
 
 HEAD_COUNTS = ("head_count", "head_count_kv")
 
@@ -329,7 +332,7 @@ def one_tensor(path: Path, shape: tuple[int, ...], kind: int, content: bytes) ->
     path.write_bytes(gguf_bytes(KEYS, tensors | {"x.weight": (shape, kind, content)}))
     problems: list[str] = []
     with open(path, "rb") as file:
-        sources = gguf._sources(mapped.map_file(file), gguf_file.read(path).tensors, problems)
+        sources = gguf._sources(mapped.map_file(file), gguf_file.read(path).tensors, 32, problems)
     if problems:
         raise CheckpointError("; ".join(problems))
     return sources["x.weight"]
@@ -449,7 +452,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"llama.attention.head_count": np.array([4, 4, 4], np.int32)}, ["head_count = array([4, 4, 4]"]),
         ({"llama.feed_forward_length": np.array([64, 32], np.int32)}, ["expected equal layers"]),
         ({"llama.attention.head_count_kv": 3}, ["n_heads = 4", "n_kv_heads = 3"]),
-        ({"llama.block_count": 2**32 - 1}, ["llama.block_count = 4294967295: the file holds only 21 tensors"]),
+        ({"llama.block_count": 2**30}, ["llama.block_count = 1073741824: the file holds only 21 tensors"]),
         ({"llama.block_count": 3}, ["blk.2.attn_q.weight is missing, expected [32, 32]"]),
         ({"llama.feed_forward_length": 96}, ["blk.0.ffn_gate.weight is [64, 32], expected [96, 32]"]),
         ({"llama.attention.key_length": 16}, ["rope.dimension_count = 8: not supported; expected 16"]),
@@ -524,12 +527,18 @@ NESTED = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 1000 + struct.pack("<
         (header(1, 1, LLAMA + info("a", 1, (1,), offset=2**64 - 32) + bytes(64)), "but the file has"),
         (header(1, 1, LLAMA + info("a", 1, (1,), offset=4) + bytes(64)), "expected a multiple of 32"),
         (header(2, 1, LLAMA + info("a", 1, (1,)) * 2 + bytes(64)), "a occurs twice"),
-        (header(0, 2, LLAMA * 2), "'general.architecture' occurs twice"),
+        (header(0, 2, LLAMA * 2), "general.architecture occurs twice"),
         (header(1, 0, info("a\nb", 1, (1,)) + bytes(64)), "'a\\nb'"),
         (header(2**63, 0, b""), "8 bytes expected"),
         (header(0, 2**64 - 1, b""), "8 bytes expected"),
-        (header(0, 1, struct.pack("<Q", 2**63)), "9223372036854775808 bytes expected"),
-        (header(0, 1, string("k") + struct.pack("<IQ", 8, 2**63)), "9223372036854775808 bytes expected"),
+        (
+            header(0, 1, struct.pack("<Q", 2**63)),
+            "a string of 9223372036854775808 bytes at byte 32, expected at most 65535",
+        ),
+        (
+            header(0, 1, string("k") + struct.pack("<IQ", 8, 2**63)),
+            "9223372036854775808 bytes at byte 45, expected at most 67108864",
+        ),
         (header(0, 1, string("k") + struct.pack("<I", 13)), "type 13"),
         (header(0, 1, string("k") + struct.pack("<IIQ", 9, 8, 2**61)), "strings expected"),
         (header(0, 1, string("k") + struct.pack("<IIQ", 9, 12, 2**61)), "bytes expected"),
@@ -550,6 +559,93 @@ def test_hostile_headers(tmp_path: Path, content: bytes, words: str) -> None:
     finally:
         tracemalloc.stop()
     assert words in found, found
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (header(0, 1, struct.pack("<Q", 2**17)), "a string of 131072 bytes"),  # a key
+        (header(1, 0, struct.pack("<Q", 2**17)), "a string of 131072 bytes"),  # a tensor's name
+        (header(0, 1, string("k") + struct.pack("<IQ", 8, 2**30)), "k: a string of 1073741824 bytes"),
+        (header(0, 1, string("k") + struct.pack("<IIQ", 9, 0, 2**31)), "of which a header can take 268435456"),
+        (header(0, 1, string("k") + struct.pack("<IIQ", 9, 8, 2**27)), "of which a header can take 268435456"),
+    ],
+)
+def test_a_sparse_file_takes_no_memory(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    os.truncate(path, 1 << 40)
+    tracemalloc.start()
+    try:
+        found = message(path)
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+    assert words in found, found
+
+
+def test_the_other_byte_order_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for head in (b"FUGG", b"GGUF"):
+        path.write_bytes(head + struct.pack(">IQQ", 3, 0, 0) + bytes(64))
+        assert "big-endian byte order" in message(path)
+        assert tokenizer.find(path) == path
+        with pytest.raises(TokenizerError, match="big-endian byte order"):
+            tokenizer.load(path)
+
+
+@pytest.mark.parametrize(("name", "offset"), [("output_norm.weight", 0), ("blk.0.attn_q.weight", 1 << 8)])
+def test_tensors_that_overlap_or_leave_gaps(tmp_path: Path, name: str, offset: int) -> None:
+    """A few bytes must not stand for any number of weights, and a wrong offset is no other weights."""
+    tensors = {n: plain(a) for n, a in renamed(oracle.random_weights(CONFIG, tied=True)).items()}
+    content = gguf_bytes(KEYS, tensors)
+    at = content.index(string(name)) + len(string(name)) + 4 + 8 * len(tensors[name][0]) + 4
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content[:at] + struct.pack("<Q", offset) + content[at + 8 :])
+    assert " begins at byte " in message(path)
+
+
+def test_many_problems_make_a_short_message(tmp_path: Path) -> None:
+    tensors = {f"blk.{i}.{'x' * 99}.weight": plain(np.ones(1, np.float32)) for i in range(1000)}
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(KEYS | {"llama.block_count": "\x1b[2J" * 999}, tensors))
+    found = message(path)
+    assert len(found) < 1000
+    assert found.isprintable()
+
+
+# --- files in parts
+
+
+def write_parts(folder: Path, count: int = 3) -> list[Path]:
+    """Write a model as llama.cpp's gguf-split does: all metadata in the first part, tensors in the others too."""
+    tensors = {n: plain(a) for n, a in renamed(oracle.random_weights(CONFIG, tied=True)).items()}
+    paths = []
+    for i in range(count):
+        some = dict(list(tensors.items())[i::count])
+        keys = {f"split.{key}": struct.pack("<IH", 2, x) for key, x in (("no", i), ("count", count))}
+        keys["split.tensors.count"] = struct.pack("<Ii", 5, len(tensors))
+        paths.append(folder / f"m-{i + 1:05}-of-{count:05}.gguf")
+        paths[-1].write_bytes(gguf_bytes((KEYS if i == 0 else {}) | keys, some))
+    return paths
+
+
+def test_a_model_in_parts(tmp_path: Path) -> None:
+    first, second, _ = write_parts(tmp_path)
+    tiny.assert_same(arrays(first), oracle.random_weights(CONFIG, tied=True))
+    assert checkpoint.load(first).config == dataclasses.replace(CONFIG, tied=True)
+    assert "part 2 of a model in 3 files: expected the first, m-00001-of-00003.gguf" in message(second)
+    shutil.copy(first, tmp_path / "x.gguf")
+    assert "expected a name such as NAME-00001-of-00003.gguf" in message(tmp_path / "x.gguf")
+    cut = second.read_bytes()
+    second.write_bytes(cut[:-32])
+    assert "bytes from byte" in message(first)
+    second.write_bytes(first.read_bytes())
+    assert "is in two of the model's files" in message(first)
+    second.write_bytes(gguf_bytes({}, {}))
+    assert "tensors in its 3 files, expected 20" in message(first)
+    second.unlink()
+    assert "beside it are missing: m-00002-of-00003.gguf" in message(first)
 
 
 def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
@@ -584,6 +680,15 @@ def test_no_bytes_fail_in_another_way(tmp_path_factory: pytest.TempPathFactory, 
 
 # --- metadata
 
+TOKENIZER = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(chr(97 + i) for i in range(45))],
+    "tokenizer.ggml.scores": np.zeros(48, np.float32),
+    "tokenizer.ggml.token_type": np.array([2, 3, 3, *[1] * 45], np.int32),
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
 
 def test_metadata(tmp_path: Path) -> None:
     keys = {
@@ -608,7 +713,7 @@ def test_metadata(tmp_path: Path) -> None:
     }
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_bytes(keys, {}))
-    found = gguf_file.metadata(path)
+    found = gguf_file.read(path).metadata
     assert found.pop("scores").tolist() == [-1.5, 0.0]
     assert found.pop("types").tolist() == [1, 6]
     assert found.pop("flags").tolist() == [True, False, True]
@@ -636,8 +741,20 @@ def test_a_large_vocabulary_is_read_fast(tmp_path: Path) -> None:
     tokens, merges = [f"token{i}" for i in range(128256)], [f"merge {i}" for i in range(280147)]
     path.write_bytes(gguf_bytes({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}, {}))
     began = time.process_time()
-    assert gguf_file.metadata(path)["tokenizer.ggml.merges"] == merges
-    assert time.process_time() - began < 3  # a third of a second alone
+    assert gguf_file.read(path).metadata["tokenizer.ggml.merges"] == merges
+    assert time.process_time() - began < 1  # 0.12 s alone
+
+
+def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(
+        tmp_path / "m.gguf", oracle.random_weights(CONFIG, tied=True), TOKENIZER | {"tokenizer.chat_template": "x"}
+    )
+    header = gguf_file.read(path)
+    monkeypatch.setattr(gguf_file, "read", lambda path: pytest.fail("a second time"))
+    assert checkpoint.load(path, header=header).config == dataclasses.replace(CONFIG, tied=True)
+    found = tokenizer.load(path, header=header)
+    assert found.vocab_size == 48
+    assert chat.find_template(path, found, header=header).name == f"{path}: tokenizer.chat_template"
 
 
 def test_metadata_of_other_files(tmp_path: Path) -> None:
@@ -645,7 +762,7 @@ def test_metadata_of_other_files(tmp_path: Path) -> None:
     for content in (b"", b"GG", b"PK\3\4" + bytes(60)):
         path.write_bytes(content)
         with pytest.raises(GGUFError, match=r"m\.gguf: expected a GGUF file"):
-            gguf_file.metadata(path)
+            gguf_file.read(path)
 
 
 def test_metadata_equals_that_of_the_package(shared: Path) -> None:
@@ -705,7 +822,7 @@ def test_smollm2_continues_as_llama_cpp_does(shared: Path, prompt: str) -> None:
     """Greedy texts agree until the two best tokens are nearly as good: llama.cpp rounds activations to 8 bits."""
     path = smollm2_path()
     golden = json.loads((shared / "golden/smollm2_llamacpp.json").read_text())["raw"][prompt]
-    tokens = gguf_file.metadata(path)["tokenizer.ggml.tokens"]
+    tokens = gguf_file.read(path).metadata["tokenizer.ggml.tokens"]
     n = len(golden["ids"])
     assert byte_level_text(tokens, golden["ids"]) == prompt
     params = checkpoint.load(path, dtype="float32")

@@ -401,7 +401,6 @@ extern "C" int jllama_ffi_minor() {{ return {}; }}
 extern "C" void jllama_dot() {{}}
 extern "C" void jllama_dot_int8() {{}}
 extern "C" void jllama_attend() {{}}
-extern "C" int jllama_capabilities() {{ return 15; }}
 """
 
 

@@ -273,6 +273,14 @@ def test_any_number_of_prompts_in_order_and_a_window_at_a_time() -> None:
     assert sum(progress) == 1000
 
 
+@pytest.mark.parametrize("text", [None, b"a", 3, ["a"]])
+def test_what_is_no_text_is_named(stories: LLM, text: Any) -> None:
+    with pytest.raises(ValueError, match=r"the prompt .*: expected a text"):
+        stories.generate([text])
+    with pytest.raises(ValueError, match=r"the prompt .*: expected a text"):
+        next(iter(stories.stream(text)))
+
+
 def test_what_is_refused(stories: LLM) -> None:
     with pytest.raises(ValueError, match=r"\d+ tokens.*512"):
         stories.generate(["fine", "word " * 600])

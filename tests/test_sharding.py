@@ -332,7 +332,7 @@ def test_when_a_process_is_killed_the_other_ends_too(
 
 
 def test_what_does_not_go_with_several_devices(run: Run, model: Path, tmp_path: Path) -> None:
-    checked = [f"--checkpoint={model}", "--prompt=one"]
+    checked = [f"--checkpoint={model}"]
     for more, words in (
         (["--mesh=rows:2"], "mesh = 'rows:2'"),
         (["--mesh=data:2"], "needs 2 devices, and there are 1"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 import mmap
 from collections.abc import Callable, Mapping
@@ -22,9 +23,9 @@ from jllama.checkpoint.mapped import map_file, release, strided
 from jllama.checkpoint.named import arranged, present
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config, ConfigError
-from jllama.errors import listed, quoted
+from jllama.errors import listed, quoted, shown
 from jllama.families import GGUF, Fields, config_of
-from jllama.gguf_file import GGUFError, TensorInfo
+from jllama.gguf_file import GGUFError, Header, TensorInfo
 from jllama.model import rotary_frequencies
 from jllama.tensors import fitted
 
@@ -34,28 +35,34 @@ _BF16 = 30
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
-def read(path: Path) -> Contents:
-    """Check a file's metadata and tensor list, and map its tensors without reading them.
+def read(path: Path, header: Header | None = None) -> Contents:
+    """Check metadata and tensor lists of a file, or of all parts of a model, and map the tensors without reading them.
 
-    The nearest dtype is int8 for a file with quantised matrices, bfloat16 where all are that, else float32 (which is
-    exact for float16).
+    `header` is that of `path`, where it was read already. The nearest dtype is int8 for a file with quantised matrices,
+    bfloat16 where all are that, else float32 (which is exact for float16).
 
     Raises:
       CheckpointError: the file is damaged, of an unknown architecture or has tensors that can't be read; all are named.
       OSError: the file cannot be opened.
     """
     try:
-        metadata, tensors = gguf_file.read(path)
+        parts = gguf_file.read_parts(path, header)
     except GGUFError as e:
         raise CheckpointError(str(e)) from e
+    metadata = parts[path].metadata
     architecture = metadata.get("general.architecture")
     if (family := GGUF.get(str(architecture))) is None:
         expected = ", ".join(GGUF)
         raise CheckpointError(f"{path}: general.architecture = {quoted(architecture)}, expected one of {expected}")
-    with open(path, "rb") as file:
-        data = map_file(file)
     problems: list[str] = []
-    raw = _sources(data, tensors, problems)
+    tensors: dict[str, TensorInfo] = {}
+    raw: dict[str, Source] = {}
+    for part, (keys, found) in parts.items():
+        problems += [f"{shown(name)} is in two of the model's files" for name in found.keys() & tensors.keys()]
+        tensors |= found
+        with open(part, "rb") as file:
+            data = map_file(file)
+        raw |= _sources(data, found, keys.get("general.alignment", gguf_file.DEFAULT_ALIGNMENT), problems)
     divisors = raw.pop(_ROPE_DIVISORS, None)
     try:
         config, _ = config_of(family.config, _fields(metadata, str(path), tensors), strict=True)
@@ -117,9 +124,12 @@ def _stretched(config: Config, divisors: Array) -> Config:
     return divided
 
 
-def _sources(data: mmap.mmap, tensors: Mapping[str, TensorInfo], problems: list[str]) -> dict[str, Source]:
+def _sources(
+    data: mmap.mmap, tensors: Mapping[str, TensorInfo], alignment: int, problems: list[str]
+) -> dict[str, Source]:
     """Map all tensors, by the file's own names; what can't be mapped is added to `problems`."""
     sources = {}
+    spans: list[tuple[int, int, str]] = []
     blocks = _block_types({tensor.type for tensor in tensors.values()} - set(_PLAIN))
     for name, (shape, kind, offset) in tensors.items():
         block = blocks.get(kind)
@@ -133,12 +143,17 @@ def _sources(data: mmap.mmap, tensors: Mapping[str, TensorInfo], problems: list[
         else:
             problems.append(f"{name} is {list(shape)}, expected rows of a multiple of {block.numbers} in {block.name}")
             continue
+        spans.append((offset, size, name))
         if offset + size > len(data):
             problems.append(f"{name} has {size} bytes from byte {offset} on, but the file has {len(data)}")
         elif block is None:
             sources[name] = strided(data, _PLAIN[kind], offset, shape)
         else:
             sources[name] = _quantised(data, offset, shape, block)
+    # Wrong offsets show in overlaps and gaps.
+    for (start, size, name), (begin, _, other) in itertools.pairwise(sorted(spans)):
+        if begin != (end := -(-(start + size) // alignment) * alignment) and not problems:
+            problems.append(f"{other} begins at byte {begin}, expected {end}, where {name} ends")
     return sources
 
 
@@ -180,6 +195,7 @@ def _quantised(data: mmap.mmap, offset: int, shape: tuple[int, ...], block: _Blo
     def read(start: int, stop: int) -> Array:
         release(data)
         blocks = np.frombuffer(data, np.uint8, (stop - start) * row, offset + start * row)
-        return block.dequantize(blocks.reshape(-1, row))
+        with np.errstate(invalid="ignore", over="ignore"):  # scales that aren't finite stay so, and show in the logits
+            return block.dequantize(blocks.reshape(-1, row))
 
     return Source(shape, read)

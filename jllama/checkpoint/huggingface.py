@@ -116,12 +116,14 @@ def _holds_tensors(path: Path) -> bool:
 def _tensors(path: Path, layout: Layout) -> dict[str, safetensors.Tensor]:
     """Map the tensors of a file, or of all files of a folder, without those that hold nothing of the model."""
     folder = path if path.is_dir() else path.parent
-    index, single = folder / INDEX, path if _holds_tensors(path) else folder / WEIGHTS
+    named = _holds_tensors(path)
+    index, single = folder / INDEX, path if named else folder / WEIGHTS
     shards = safetensors.shards(index) if index.is_file() else {}
-    if single.is_file() and single.name not in shards.values():
-        tensors = safetensors.read(single)
-    elif shards:
+    # Beside an index a model.safetensors is a left-over, unless it is asked for.
+    if shards and (not named or single.name in shards.values()):
         tensors = safetensors.read_shards(index)
+    elif single.is_file():
+        tensors = safetensors.read(single)
     else:
         raise CheckpointError(f"{folder}: no weights here; expected {WEIGHTS} or {INDEX}")
     return {name: tensors[name] for name in layout.kept(tensors, str(folder))}

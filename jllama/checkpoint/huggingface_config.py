@@ -83,6 +83,4 @@ def _check_dtype(fields: Fields) -> None:
         logging.warning("%s: %s: each tensor is read as what it is stored in", fields.origin, both)
     for name in ("quantization_config", "quantization"):  # the latter is mlx's
         if fields.peek(name) is not None:
-            fields.problems.append(
-                f"{name}: quantised weights are not supported; expected a model without, or its GGUF"
-            )
+            fields.problems.append(f"{name}: quantised weights are not supported; expected none, or the model's GGUF")

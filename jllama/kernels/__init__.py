@@ -1,6 +1,7 @@
 """The optional kernels: products and attention on a CPU, at the speed of memory.
 
-`pip install` compiles them where it finds a C++ compiler on Linux for x86-64; elsewhere XLA's own kernels do the work.
+`pip install` compiles them, for each instruction set in a file of its own, where it finds GCC or Clang; elsewhere XLA's
+own kernels do the work. The best for the processor run; JLLAMA_CPU=avx2 in the environment leaves out what comes after.
 Nothing but speed depends on them: a library that is damaged, foreign or older is left alone, and `explain` says so.
 A result depends on its own row alone, to the bit: not on other rows, the number of threads, how a prompt was cut into
 blocks or how long the cache is.
@@ -12,10 +13,12 @@ import ctypes
 import functools
 import hashlib
 import itertools
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,32 +26,26 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parent
 _HANDLERS = ("jllama_dot", "jllama_dot_int8", "jllama_attend")
-_NEEDS = {  # in the order of the library's bits
-    "float32": "AVX-512 (F, BW, DQ, VL)",
-    "bfloat16": "AVX-512 with BF16",
-    "int8": "AVX-512 with VNNI",
-    "attention": "AVX-512 (F, BW, DQ, VL)",
-}
+_KERNELS = ("float32", "bfloat16", "int8", "attention")  # in the library's order
 
 
 class _Loaded(NamedTuple):
-    """What was found of the library: which kernels run, and why no others do."""
+    """What was found of the library: the instruction set of each kernel, and why no others are used."""
 
-    names: frozenset[str] = frozenset()
-    reason: str = "they were not built: expected Linux on x86-64 and `pip install` with a C++ compiler"
-    path: Path | None = None
+    sets: Mapping[str, str] = MappingProxyType({})
+    reason: str = "they were not built: expected Linux or macOS and `pip install` with a C++ compiler"
 
 
 def available() -> bool:
     """Whether there are kernels that can serve JAX's default backend here."""
     import jax
 
-    return bool(_load().names) and jax.default_backend() == "cpu"
+    return bool(_load().sets) and jax.default_backend() == "cpu"
 
 
 def has(name: str) -> bool:
     """Whether a kernel runs here: products with "float32", "bfloat16" or "int8" weights, or "attention"."""
-    return name in _load().names and available()
+    return name in _load().sets and available()
 
 
 def choose(kernels: str) -> bool:
@@ -67,19 +64,19 @@ def choose(kernels: str) -> bool:
 def explain() -> str:
     """Say in one line which kernels run here, and why not others."""
     loaded = _load()
-    if not loaded.names:
+    if not loaded.sets:
         return f"no native kernels: {loaded.reason}"
     if not available():
         return "no native kernels: they are for CPUs, and JAX's default backend is another"
-    runs = ", ".join(name for name in _NEEDS if name in loaded.names)
-    return f"native kernels for {runs}" + (f"; {loaded.reason}" if loaded.reason else "")
+    runs = ", ".join(f"{name} {instructions}" for name, instructions in loaded.sets.items())
+    return f"native kernels: {runs}" + (f"; {loaded.reason}" if loaded.reason else "")
 
 
 @functools.cache
 def build() -> str:
     """Name the kernels, "" where there are none: compiled programs are good for those of the same name."""
-    loaded = _load()
-    return f"{_source()[:16]}-{'-'.join(sorted(loaded.names))}" if loaded.names else ""
+    sets = _load().sets
+    return "-".join((_source()[:16], *sets.values())) if sets else ""
 
 
 def dot(w: jax.Array, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
@@ -161,7 +158,7 @@ def attend(
 def _call(name: str, results: Any, **options: Any) -> Any:
     import jax
 
-    if not _load().names:
+    if not _load().sets:
         raise RuntimeError(explain())
     return jax.ffi.ffi_call(name, results, **options)
 
@@ -209,7 +206,7 @@ def _load() -> _Loaded:
             result = _open(path)  # it uses no Python, so that of another Python version serves as well
         except (OSError, AttributeError) as problem:
             result = _Loaded(reason=f"{path} can't be used: {str(problem)[:200]}")
-        if result.names:
+        if result.sets:
             break
     return result
 
@@ -220,6 +217,7 @@ def _open(path: Path) -> _Loaded:
     Raises:
       OSError: it can't be loaded.
       AttributeError: it is no library of these kernels.
+      ValueError: JLLAMA_CPU names no instruction set.
     """
     library = ctypes.CDLL(str(path))
     library.jllama_source.restype = ctypes.c_char_p
@@ -230,17 +228,21 @@ def _open(path: Path) -> _Loaded:
     # XLA takes older handlers, and refuses to work at all after a newer one was registered.
     if running is None or built_for[0] != running[0] or built_for > running:
         return _Loaded(reason=f"{path} needs version {built_for} of XLA's interface, and jaxlib has {running}")
-    bits = library.jllama_capabilities()
-    names = frozenset(name for i, name in enumerate(_NEEDS) if bits >> i & 1)
-    missing = [name for name in _NEEDS if name not in names]
-    reason = f"none for {', '.join(missing)}: this processor lacks {_NEEDS[missing[0]]}" if missing else ""
-    if names:
-        import jax
+    library.jllama_instruction_set.restype = ctypes.c_char_p
+    every = [name.decode() for name in iter(map(library.jllama_instruction_set, itertools.count()).__next__, None)]
+    lacking = [name for i, name in enumerate(every) if not library.jllama_supported(i)]
+    reason = f"this processor lacks {', '.join(lacking)}" if lacking else ""
+    last = os.environ.get("JLLAMA_CPU", "")
+    if not library.jllama_choose(last.encode()):
+        raise ValueError(f"JLLAMA_CPU={last!r}: expected one of {', '.join(every)}")
+    if last:
+        reason = f"none above {last} because of JLLAMA_CPU"
+    import jax
 
-        for name, handler in handlers.items():
-            capsule = jax.ffi.pycapsule(handler)  # type: ignore[no-untyped-call]
-            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    return _Loaded(names, reason, path)
+    for name, handler in handlers.items():
+        capsule = jax.ffi.pycapsule(handler)  # type: ignore[no-untyped-call]
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    return _Loaded({name: every[library.jllama_used(i)] for i, name in enumerate(_KERNELS)}, reason)
 
 
 def _ffi_version() -> tuple[int, int] | None:

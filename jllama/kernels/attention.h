@@ -72,32 +72,32 @@ inline float weigh(const Tile& t, int r, float scale, float* scores) {
 
 // Adds the values of slots from .. to - 1, weighted, to the sums of R rows, which are multiplied with `shrink` first.
 template <int R, class Value>
-inline void add_values(const Value* v, int64_t h, const float* const* weights, int from, int to, const float* shrink,
-                       float* const* sums) {
+inline void add_to_rows(const Value* v, int64_t h, const float* const* weights, int from, int to, const float* shrink,
+                        float* const* sums) {
   constexpr int64_t kWidth = Vector::kWidth;
   constexpr int kVectors = 4;
   int64_t at = 0;
   for (; at + kVectors * kWidth <= h; at += kVectors * kWidth) {
     Vector::Float values[R][kVectors];
-#pragma GCC unroll 4
+JLLAMA_UNROLL
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+JLLAMA_UNROLL
       for (int j = 0; j < kVectors; ++j)
         values[r][j] = Vector::multiply(Vector::load(sums[r] + at + j * kWidth), Vector::set(shrink[r]));
     for (int i = from; i < to; ++i) {
-      Vector::Float vs[kVectors];
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) vs[j] = Vector::load(v + i * h + at + j * kWidth);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const auto p = Vector::set(weights[r][i]);
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) values[r][j] = Vector::multiply_add(p, vs[j], values[r][j]);
+      Vector::Float ps[R];
+JLLAMA_UNROLL
+      for (int r = 0; r < R; ++r) ps[r] = Vector::set(weights[r][i]);
+JLLAMA_UNROLL
+      for (int j = 0; j < kVectors; ++j) {
+        const auto value = Vector::load(v + i * h + at + j * kWidth);
+JLLAMA_UNROLL
+        for (int r = 0; r < R; ++r) values[r][j] = Vector::multiply_add(ps[r], value, values[r][j]);
       }
     }
-#pragma GCC unroll 4
+JLLAMA_UNROLL
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+JLLAMA_UNROLL
       for (int j = 0; j < kVectors; ++j) Vector::store(sums[r] + at + j * kWidth, values[r][j]);
   }
   for (; at < h; at += kWidth) {
@@ -111,18 +111,15 @@ inline void add_values(const Value* v, int64_t h, const float* const* weights, i
   }
 }
 
-// One row's share of a block's values, or that of several rows which see the same slots.
-template <class Value>
+// Adds the values to `rows` rows from row r on.
+template <class Value, int R = kRows>
 inline void add_values(const Tile& t, int r, int rows, const Value* v, int64_t h, const float (*weights)[kBlock],
                        int from, int to, const float* shrink) {
-  const float* const ws[kRows] = {weights[r], weights[std::min(r + 1, kRows - 1)], weights[std::min(r + 2, kRows - 1)],
-                                  weights[std::min(r + 3, kRows - 1)]};
-  switch (rows) {
-    case 1: return add_values<1>(v, h, ws, from, to, shrink, t.sums + r);
-    case 2: return add_values<2>(v, h, ws, from, to, shrink, t.sums + r);
-    case 3: return add_values<3>(v, h, ws, from, to, shrink, t.sums + r);
-    default: return add_values<4>(v, h, ws, from, to, shrink, t.sums + r);
-  }
+  if constexpr (R > 1)
+    if (rows < R) return add_values<Value, R - 1>(t, r, rows, v, h, weights, from, to, shrink);
+  const float* ws[R];
+  for (int i = 0; i < R; ++i) ws[i] = weights[r + i];
+  add_to_rows<R>(v, h, ws, from, to, shrink, t.sums + r);
 }
 
 // Attends with a tile to a block whose keys and values begin at k and v.
@@ -147,7 +144,7 @@ void attend_block(const Tile& t, const Value* k, const Value* v, int64_t h, floa
   float shrink[kRows];
   for (int r = 0; r < t.rows; ++r)
     if (t.from[r] < t.to[r]) shrink[r] = weigh(t, r, scale, scores[r]);
-  constexpr float kSame[kRows] = {1.0f, 1.0f, 1.0f, 1.0f};
+  constexpr float kSame = 1.0f;
   if (common_from < common_to) {
     // Each row's slots are added in order; in between those that all rows see, at the price of one.
     for (int r = 0; r < t.rows; ++r)
@@ -157,7 +154,7 @@ void attend_block(const Tile& t, const Value* k, const Value* v, int64_t h, floa
       }
     add_values(t, 0, t.rows, v, h, scores, common_from, common_to, shrink);
     for (int r = 0; r < t.rows; ++r)
-      if (common_to < t.to[r]) add_values(t, r, 1, v, h, scores, common_to, t.to[r], kSame);
+      if (common_to < t.to[r]) add_values(t, r, 1, v, h, scores, common_to, t.to[r], &kSame);
   } else {
     for (int r = 0; r < t.rows; ++r)
       if (t.from[r] < t.to[r]) add_values(t, r, 1, v, h, scores, t.from[r], t.to[r], shrink + r);
@@ -216,6 +213,19 @@ inline void finish(const Attention& a, const Queries& queries, const float* tota
     float* out = a.out + ((queries.row * a.tokens + token) * a.heads + queries.key_head * g + i % g) * h;
     for (int64_t j = 0; j < h; ++j) out[j] = total[2 + j] / total[1];
   }
+}
+
+// The kernels that need nothing but a Vector.
+inline void add_plain(jllama::Kernels& kernels) {
+  kernels.dot_float32 = dot<Plain<float, float>>;
+  kernels.dot_bfloat16 = dot<Plain<uint16_t, float>>;
+  kernels.round_bfloat16 = round_in_place;
+  kernels.bfloat16_bytes = sizeof(float);
+  kernels.round_int8 = round_int8;
+  kernels.store_bfloat16 = convert<uint16_t>;
+  kernels.attend = attend_any;
+  kernels.merge = merge;
+  kernels.finish = finish;
 }
 
 }  // namespace

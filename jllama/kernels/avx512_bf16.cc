@@ -19,4 +19,8 @@ struct BFloat16 : Plain<uint16_t, uint16_t> {
 
 }  // namespace
 
-void jllama::add_avx512_bf16(Kernels& kernels) { kernels.dot_bfloat16 = ::dot<BFloat16>; }
+void jllama::add_avx512_bf16(Kernels& kernels) {
+  kernels.dot_bfloat16 = ::dot<BFloat16>;
+  kernels.round_bfloat16 = convert<uint16_t>;
+  kernels.bfloat16_bytes = sizeof(uint16_t);
+}

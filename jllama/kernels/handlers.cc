@@ -64,21 +64,10 @@ class XlaPool : public jllama::Pool {
   ffi::ThreadPool& pool_;
 };
 
-// Which kernels this processor can run.
-const Kernels& kernels() {
-  static const Kernels found = [] {
-    Kernels k{};
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-      k = jllama::avx512_kernels();
-      if (__builtin_cpu_supports("avx512vnni")) jllama::add_avx512_vnni(k);
-      if (__builtin_cpu_supports("avx512bf16")) jllama::add_avx512_bf16(k);
-    }
-    return k;
-  }();
-  return found;
-}
+// The kernels in use: chosen once, before any of them runs.
+Kernels chosen{};
+
+const Kernels& kernels() { return chosen; }
 
 std::string shape(Shape dimensions) {
   std::string text = "[";
@@ -88,10 +77,6 @@ std::string shape(Shape dimensions) {
 
 ffi::Error wrong(const std::string& what, const std::string& expected, Shape found) {
   return ffi::Error::InvalidArgument("jllama: " + what + " has the shape " + shape(found) + ": expected " + expected);
-}
-
-ffi::Error absent(const std::string& what) {
-  return ffi::Error(ffi::ErrorCode::kUnimplemented, "jllama: this processor has no kernel for " + what);
 }
 
 bool is(Shape found, std::initializer_list<int64_t> expected) {
@@ -129,11 +114,9 @@ ffi::Error dot(ffi::ThreadPool threads, Any w, S32 layer, F32 x, ResultF32 y) {
   jllama::Product p{nullptr, x.typed_data(), y->typed_data(), shape[1], x.dimensions()[0], shape[2]};
   XlaPool pool(threads);
   if (w.element_type() == ffi::DataType::F32) {
-    if (!kernels().dot_float32) return absent("products of float32");
     p.w = data + at * 4;
     jllama::dot_float32(pool, kernels(), p);
   } else if (w.element_type() == ffi::DataType::BF16) {
-    if (!kernels().dot_bfloat16) return absent("products of bfloat16");
     p.w = data + at * 2;
     jllama::dot_bfloat16(pool, kernels(), p);
   } else {
@@ -148,7 +131,6 @@ ffi::Error dot_int8(ffi::ThreadPool threads, ffi::Buffer<ffi::S8> w, F32 scale, 
   if (ffi::Error error = check(span(shape), layer, x.dimensions(), y->dimensions()); error.failure()) return error;
   if (!is(span(stack(scale.dimensions(), 2)), {shape[0], shape[1]}))
     return wrong("scale", "[L, out]", scale.dimensions());
-  if (!kernels().dot_int8) return absent("products of int8");
   const int64_t at = layer_of(layer, shape[0]) * shape[1];
   jllama::ProductInt8 p{};
   p.w = w.typed_data() + at * shape[2];
@@ -183,7 +165,6 @@ ffi::Error attend(ffi::ThreadPool threads, F32 q, F32 new_k, F32 new_v, Any, Any
   if (v->element_type() != dtype || (dtype != ffi::DataType::F32 && dtype != ffi::DataType::BF16))
     return ffi::Error::InvalidArgument(
         "jllama: the caches are of other dtypes: expected float32 or bfloat16, both the same");
-  if (!kernels().attend) return absent("attention");
   if (q.element_count() == 0) return ffi::Error::Success();
 
   jllama::Attention a{};
@@ -207,10 +188,26 @@ extern "C" const char* jllama_source() { return JLLAMA_SOURCE; }
 extern "C" int jllama_ffi_major() { return XLA_FFI_API_MAJOR; }
 extern "C" int jllama_ffi_minor() { return XLA_FFI_API_MINOR; }
 
-// The kernels that run here, as bits: products of float32, bfloat16 and int8, attention.
-extern "C" int jllama_capabilities() {
-  const Kernels& k = kernels();
-  return (k.dot_float32 ? 1 : 0) | (k.dot_bfloat16 ? 2 : 0) | (k.dot_int8 ? 4 : 0) | (k.attend ? 8 : 0);
+// Chooses the best kernels for this processor, of instruction sets up to one of the name, if it is not empty. Returns
+// whether there is one of that name.
+extern "C" int jllama_choose(const char* last) {
+  for (int i = jllama::kInstructionSetCount - 1; i >= 0; --i)
+    if (!*last || jllama::kInstructionSets[i].name == std::string(last)) {
+      chosen = jllama::kernels_up_to(jllama::kInstructionSets[i]);
+      return 1;
+    }
+  return 0;
+}
+
+// Name i of the instruction sets, from the plainest on, null behind the last; and whether this processor has it.
+extern "C" const char* jllama_instruction_set(int i) {
+  return i < jllama::kInstructionSetCount ? jllama::kInstructionSets[i].name : nullptr;
+}
+extern "C" int jllama_supported(int i) { return jllama::kInstructionSets[i].supported(); }
+
+// Which instruction set the kernels in use are of: those of float32, bfloat16, int8 and attention, by number.
+extern "C" int jllama_used(int i) {
+  return chosen.sets[i];
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_dot, dot,

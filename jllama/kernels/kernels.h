@@ -37,7 +37,8 @@ struct ProductInt8 {
   const float* x_scale;  // [each * rows]
   const int32_t* x_sum;  // [each * rows], sums of the rows of x
   float* y;
-  int64_t out, rows, in, each;
+  int64_t out, rows, in;
+  int each;
 };
 
 constexpr int64_t kPieceBytes = 4 << 10;  // of a row of x, multiplied at a time
@@ -70,21 +71,45 @@ struct Kernels {
   void (*dot_float32)(const Product&, Span outputs, Span rows);
   void (*dot_bfloat16)(const Product&, Span outputs, Span rows);
   void (*dot_int8)(const ProductInt8&, Span outputs, Span rows);
-  void (*round_bfloat16)(const float* x, int64_t n, uint16_t* to);
+  // Rounds to bfloat16 what dot_bfloat16 takes, which is bfloat16_bytes wide.
+  void (*round_bfloat16)(const float* x, int64_t n, void* to);
+  int64_t bfloat16_bytes;
   // Rounds a row to int8 with one scale; `rest`, if there is one, becomes what the rounding left.
   void (*round_int8)(const float* x, int64_t n, int8_t* to, float* scale, int32_t* sum, float* rest);
+  // Stores keys and values in a cache of bfloat16.
+  void (*store_bfloat16)(const float* x, int64_t n, void* to);
   // The partial results of each query row and chunk `chunk` of the slots.
   void (*attend)(const Attention&, const Queries&, int64_t chunk, float* partial);
   // Adds partial results of `rows` query rows to those of the chunks before.
   void (*merge)(float* total, const float* partial, int64_t rows, int64_t width);
   // Writes what the queries' partial results of all chunks come to.
   void (*finish)(const Attention&, const Queries&, const float* total);
+  // Which of the instruction sets products of float32, bfloat16 and int8 and attention are of.
+  int sets[4];
 };
 
-// The kernels of each instruction set; what it doesn't have is null.
-Kernels avx512_kernels();
+// An instruction set: what it adds stands in the place of what those before it do.
+struct InstructionSet {
+  const char* name;
+  bool (*supported)();  // whether this processor has it, and all that it builds on
+  void (*add)(Kernels&);
+};
+
+// Those of this kind of processor that were compiled, from the plainest on.
+extern const InstructionSet kInstructionSets[];
+extern const int kInstructionSetCount;
+
+// The kernels of all instruction sets up to `last` that this processor has.
+Kernels kernels_up_to(const InstructionSet& last);
+
+void add_generic(Kernels&);
+void add_avx2(Kernels&);
+void add_avx_vnni(Kernels&);
+void add_avx512(Kernels&);
 void add_avx512_vnni(Kernels&);
 void add_avx512_bf16(Kernels&);
+void add_neon(Kernels&);
+void add_neon_dotprod(Kernels&);
 
 // The three products, over all threads.
 void dot_float32(Pool&, const Kernels&, Product);

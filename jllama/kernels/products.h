@@ -13,6 +13,13 @@
 
 #include "kernels.h"
 
+// Clang unrolls short loops without being told.
+#if defined(__clang__)
+#define JLLAMA_UNROLL
+#else
+#define JLLAMA_UNROLL _Pragma("GCC unroll 8")
+#endif
+
 namespace {
 
 using jllama::Product;
@@ -37,9 +44,20 @@ struct Plain {
   static void totals(const Sum* sum, float* to) { Vector::sums(sum[0], sum[1], sum[2], sum[3], to); }
 };
 
+// Integers are summed exactly, so whole rows are multiplied at a time.
+template <int64_t width>
+struct Integers {
+  using Weight = int8_t;
+  using Element = int8_t;
+  using Total = int32_t;
+  static constexpr int64_t kWidth = width;
+  static constexpr int64_t kPiece = std::numeric_limits<int32_t>::max();
+  static constexpr int32_t kRaised = 0;
+};
+
 constexpr int64_t kAhead = 16 << 10;  // bytes of weights, at least, that are fetched ahead: it doubles a core's speed
 constexpr int kOutputs = 4;           // of a tile
-constexpr int kRows = 4;              // of a tile, at most: with more sums the compiler runs out of registers
+constexpr int kRows = Vector::kRows;  // of a tile, at most: as many as there are registers for their sums
 
 // How far ahead of a piece that begins at k what is multiplied next, or soon after, lies.
 template <class T>
@@ -52,49 +70,47 @@ int64_t ahead(int64_t in, int64_t k) {
 // Multiplies R rows of x by kOutputs rows of w, all `in` long: totals[r] holds row r's products. Fetches what lies
 // `ahead` of the weights, if that is not 0.
 template <class T, int R>
-inline void tile(const typename T::Weight* const* w, const typename T::Element* const* x, int64_t in, int64_t ahead,
+inline void run_tile(const typename T::Weight* const* w, const typename T::Element* const* x, int64_t in, int64_t ahead,
                  typename T::Total (*totals)[kOutputs]) {
   typename T::Sum sum[R][kOutputs];
-#pragma GCC unroll 4
+JLLAMA_UNROLL
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+JLLAMA_UNROLL
     for (int o = 0; o < kOutputs; ++o) sum[r][o] = T::zero();
   int64_t k = 0;
   for (; k + T::kWidth <= in; k += T::kWidth) {
-    decltype(T::weight(w[0])) weights[kOutputs];
-#pragma GCC unroll 4
+    decltype(T::element(x[0])) xs[R];
+JLLAMA_UNROLL
+    for (int r = 0; r < R; ++r) xs[r] = T::element(x[r] + k);
+JLLAMA_UNROLL
     for (int o = 0; o < kOutputs; ++o) {
-      weights[o] = T::weight(w[o] + k);
+      const auto weight = T::weight(w[o] + k);
       if (ahead) Vector::prefetch(w[o] + k + ahead);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const auto xs = T::element(x[r] + k);
-#pragma GCC unroll 4
-      for (int o = 0; o < kOutputs; ++o) sum[r][o] = T::add(sum[r][o], weights[o], xs);
+JLLAMA_UNROLL
+      for (int r = 0; r < R; ++r) sum[r][o] = T::add(sum[r][o], weight, xs[r]);
     }
   }
   if (k < in) {
-#pragma GCC unroll 4
+JLLAMA_UNROLL
     for (int r = 0; r < R; ++r) {
       const auto xs = T::element(x[r] + k, in - k);
-#pragma GCC unroll 4
+JLLAMA_UNROLL
       for (int o = 0; o < kOutputs; ++o) sum[r][o] = T::add(sum[r][o], T::weight(w[o] + k, in - k), xs);
     }
   }
-#pragma GCC unroll 4
+JLLAMA_UNROLL
   for (int r = 0; r < R; ++r) T::totals(sum[r], totals[r]);
 }
 
-template <class T>
+template <class T, int R = kRows>
 inline void tile(int rows, const typename T::Weight* const* w, const typename T::Element* const* x, int64_t in,
                  int64_t ahead, typename T::Total (*totals)[kOutputs]) {
-  switch (rows) {
-    case 1: return tile<T, 1>(w, x, in, ahead, totals);
-    case 2: return tile<T, 2>(w, x, in, ahead, totals);
-    case 3: return tile<T, 3>(w, x, in, ahead, totals);
-    default: return ahead ? tile<T, 4>(w, x, in, ahead, totals) : tile<T, 4>(w, x, in, 0, totals);
-  }
+  if constexpr (R > 1)
+    if (rows < R) return tile<T, R - 1>(rows, w, x, in, ahead, totals);
+  if (ahead)
+    run_tile<T, R>(w, x, in, ahead, totals);
+  else
+    run_tile<T, R>(w, x, in, 0, totals);
 }
 
 // The rows of a tile, as pointers: those that are missing stand for the last one.
@@ -108,13 +124,14 @@ struct Rows {
 
 // Multiplies some rows of x by some rows of w; store(row, output, rows, outputs, totals, first) takes the results of a
 // tile and a piece. Many rows of x pass by a piece of all weights, which stays in a core's second-level cache, as the
-// piece of x does in the first-level one; few rows read the weights as they lie in memory.
+// piece of x does in the first-level one; few rows read the weights as they lie in memory. Tiles don't part `each` rows.
 template <class T, class Store>
-void multiply(const void* w, const void* x, int64_t in, Span outputs, Span rows, const Store& store) {
+void multiply(const void* w, const void* x, int64_t in, Span outputs, Span rows, const Store& store, int each = 1) {
   const auto* weights = static_cast<const typename T::Weight*>(w);
   const auto* elements = static_cast<const typename T::Element*>(x);
+  const int step = kRows / each * each;
   const auto multiply_tile = [&](int64_t r, int64_t o, int64_t k) {
-    const int n = std::min<int64_t>(kRows, rows.end - r), m = std::min<int64_t>(kOutputs, outputs.end - o);
+    const int n = std::min<int64_t>(step, rows.end - r), m = std::min<int64_t>(kOutputs, outputs.end - o);
     const Rows<typename T::Weight, kOutputs> ws(weights, o, m, in, k);
     const Rows<typename T::Element, kRows> xs(elements, r, n, in, k);
     typename T::Total totals[kRows][kOutputs];
@@ -123,12 +140,12 @@ void multiply(const void* w, const void* x, int64_t in, Span outputs, Span rows,
     tile<T>(n, ws.at, xs.at, length, r == rows.begin ? ahead<T>(in, k) : 0, totals);
     store(r, o, n, m, totals, k == 0);
   };
-  if (rows.size() <= kRows) {
+  if (rows.size() <= step) {
     for (int64_t o = outputs.begin; o < outputs.end; o += kOutputs)
       for (int64_t k = 0; k == 0 || k < in; k += T::kPiece) multiply_tile(rows.begin, o, k);
   } else {
     for (int64_t k = 0; k == 0 || k < in; k += T::kPiece)
-      for (int64_t r = rows.begin; r < rows.end; r += kRows)
+      for (int64_t r = rows.begin; r < rows.end; r += step)
         for (int64_t o = outputs.begin; o < outputs.end; o += kOutputs) multiply_tile(r, o, k);
   }
 }
@@ -149,22 +166,37 @@ template <class T>
 void dot_int8(const ProductInt8& p, Span outputs, Span rows) {
   multiply<T>(p.w, p.x, p.in, outputs, {rows.begin * p.each, rows.end * p.each},
               [&](int64_t row, int64_t o, int n, int m, const int32_t (*totals)[kOutputs], bool) {
-                for (int r = 0; r < n; r += p.each)
+                for (int64_t r = 0; r < n; r += p.each)
                   for (int i = 0; i < m; ++i) {
                     float sum = 0.0f;
-                    for (int e = r; e < r + p.each; ++e) {
+                    for (int64_t e = r; e < r + p.each; ++e) {
                       const int32_t exact = totals[e][i] - T::kRaised * p.x_sum[row + e];
                       sum += static_cast<float>(exact) * (p.w_scale[o + i] * p.x_scale[row + e]);
                     }
                     p.y[(row + r) / p.each * p.out + o + i] = sum;
                   }
-              });
+              },
+              p.each);
 }
 
-inline void round_bfloat16(const float* x, int64_t n, uint16_t* to) {
+// Stores float32 as another type.
+template <class To>
+void convert(const float* x, int64_t n, void* to) {
+  To* values = static_cast<To*>(to);
   int64_t i = 0;
-  for (; i + Vector::kWidth <= n; i += Vector::kWidth) Vector::store(to + i, Vector::load(x + i));
-  if (i < n) Vector::store(to + i, Vector::load(x + i, n - i), n - i);
+  for (; i + Vector::kWidth <= n; i += Vector::kWidth) Vector::store(values + i, Vector::load(x + i));
+  if (i < n) Vector::store(values + i, Vector::load(x + i, n - i), n - i);
+}
+
+// Rounds float32 to what bfloat16 holds.
+inline void round_in_place(const float* x, int64_t n, void* to) {
+  float* values = static_cast<float*>(to);
+  for (int64_t i = 0; i < n; i += Vector::kWidth) {
+    const int64_t left = std::min<int64_t>(Vector::kWidth, n - i);
+    uint16_t narrow[Vector::kWidth];
+    Vector::store(narrow, Vector::load(x + i, left));
+    Vector::store(values + i, Vector::load(narrow), left);
+  }
 }
 
 inline void round_int8(const float* x, int64_t n, int8_t* to, float* scale, int32_t* sum, float* rest) {

@@ -59,10 +59,12 @@ void dot_float32(Pool& pool, const Kernels& kernels, Product p) {
 
 void dot_bfloat16(Pool& pool, const Kernels& kernels, Product p) {
   const auto* x = static_cast<const float*>(p.x);
-  std::unique_ptr<uint16_t[]> rounded(new uint16_t[p.rows * p.in]);
+  const int64_t size = p.in * kernels.bfloat16_bytes;
+  std::unique_ptr<float[]> buffer(new float[pieces(p.rows * size, sizeof(float))]);
+  auto* rounded = reinterpret_cast<char*>(buffer.get());
   each_row(pool, p.rows, p.in * sizeof(float),
-           [&](int64_t r) { kernels.round_bfloat16(x + r * p.in, p.in, rounded.get() + r * p.in); });
-  p.x = rounded.get();
+           [&](int64_t r) { kernels.round_bfloat16(x + r * p.in, p.in, rounded + r * size); });
+  p.x = rounded;
   divide(pool, p.out, p.rows, piece(p, sizeof(uint16_t)),
          [&](Span outputs, Span rows) { kernels.dot_bfloat16(p, outputs, rows); });
 }
@@ -101,7 +103,7 @@ void write_new(Pool& pool, const Kernels& kernels, const Attention& a, const New
   const int64_t h = a.width, heads = a.key_heads, t = a.tokens;
   const auto copy = [&](const float* from, void* cache, int64_t slot) {
     if (a.bfloat16)
-      kernels.round_bfloat16(from, h, static_cast<uint16_t*>(cache) + slot * h);
+      kernels.store_bfloat16(from, h, static_cast<uint16_t*>(cache) + slot * h);
     else
       std::memcpy(static_cast<float*>(cache) + slot * h, from, h * sizeof(float));
   };
