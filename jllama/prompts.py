@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from jllama.errors import quoted
 from jllama.generation import Prompt
 from jllama.settings import Settings
 
@@ -67,7 +68,7 @@ def _request(entry: Any, default: Settings) -> Request:
     fields = dict(entry)
     text, name = fields.pop("prompt"), fields.pop("id", None)
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
-        raise ValueError(f"id = {name!r}: expected a string or an integer")
+        raise ValueError(f"id = {quoted(name)}: expected a string or an integer")
     return Request(Prompt(text, default.override(fields)), name)
 
 

@@ -66,6 +66,7 @@ def test_words_stand_for_flags(run: Run, model: Path, tmp_path: Path) -> None:
         (["run", "MODEL", "--prompt=a", "--prompt=b", "--noecho"], "--echo is for a single prompt"),
         (["rum", "MODEL"], "unexpected argument 'rum': did you mean run?"),
         (["run", "nosuch.gguf"], "nosuch.gguf: no such file or folder"),
+        (["run", "owner/name"], "it would be hf://owner/name"),
         (["run", "/dev/null"], "a pipe or device"),
         (["run", "--checkpoint=~nobody-here/model.bin"], "~nobody-here/model.bin: no such file"),
     ],

@@ -34,7 +34,7 @@ ROOMS = {
     "generation": {"runner", "settings", "text", "tokenizer"},
     "llm": {"checkpoint", "decode", "generation", "mesh", "model", "processes", "run", "runner", "settings"}
     | {"tokenizer"},
-    "prompts": {"generation", "settings"},
+    "prompts": {"errors", "generation", "settings"},
     "session": {"chat", "generation", "llm", "runner", "settings"},
     "bench": {"decode", "model", "run", "runner", "sampling", "settings", "tensors", "weights"},
     "report": {"bench"},

@@ -14,7 +14,7 @@ from jllama.checkpoint import hub
 from jllama.cli import errors, output
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded, user_folder
-from jllama.cli.loading import load, source
+from jllama.cli.loading import load
 from jllama.cli.status import waiting
 from jllama.prompts import standard_input
 from jllama.session import Session
@@ -38,7 +38,7 @@ def main() -> None:
     settings = Settings(**{field.name: getattr(FLAGS, field.name) for field in dataclasses.fields(Settings)})
     with waiting("loading the model"):
         llm, load_seconds = load()
-        path = expanded(FLAGS.tokenizer) if FLAGS.config else hub.local(source())
+        path = expanded(FLAGS.tokenizer) if FLAGS.config else hub.local(FLAGS.checkpoint)
         template = find_template(path, llm.tokenizer)
     if template.guessed:
         output.note(f"the model brings no chat template: using the {template.name}")

@@ -27,16 +27,11 @@ def load() -> tuple[LLM, float]:
     check_devices()
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
-    path = expanded(FLAGS.tokenizer) if FLAGS.tokenizer else hub.local(source())
+    path = expanded(FLAGS.tokenizer) if FLAGS.tokenizer else hub.local(FLAGS.checkpoint)
     found = tokenizer.find(path) if path.is_dir() or not FLAGS.tokenizer else path
     llm = LLM(weights(FLAGS.dtype), tokenizer.load(found))
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm, time.perf_counter() - began
-
-
-def source() -> str:
-    """Return the name, address or path of the checkpoint."""
-    return os.path.expanduser(str(FLAGS.checkpoint))
 
 
 def check_source() -> None:
@@ -50,8 +45,6 @@ def check_source() -> None:
     elif FLAGS.checkpoint in hub.NAMES:
         if FLAGS["checkpoint"].present and path.exists():
             logging.warning("%s is a model's name; the file or folder here is ./%s", path, path)
-    elif not path.exists() and not FLAGS.checkpoint.startswith("hf:/"):
-        raise ValueError(f"{path}: no such file or folder")
     elif path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path}: a pipe or device; expected a file, whose parts can be read in any order")
 
@@ -83,4 +76,4 @@ def weights(dtype: str) -> Params:
     if FLAGS.config:
         dtype = "float32" if dtype == "auto" else dtype
         return checkpoint.random(config.from_toml(expanded(FLAGS.config)), dtype=dtype, run=run, mesh=on)
-    return checkpoint.load(source(), dtype=dtype, rope_theta=FLAGS.rope_theta, run=run, mesh=on)
+    return checkpoint.load(FLAGS.checkpoint, dtype=dtype, rope_theta=FLAGS.rope_theta, run=run, mesh=on)

@@ -8,7 +8,7 @@ from pathlib import Path
 from jllama import checkpoint, config, mesh, plan
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded
-from jllama.cli.loading import check_source, source
+from jllama.cli.loading import check_source
 from jllama.llm import check_batch_size
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     if FLAGS.config:
         contents = checkpoint.random_contents(config.from_toml(expanded(FLAGS.config)))
     else:
-        contents = checkpoint.read(source())
+        contents = checkpoint.read(FLAGS.checkpoint)
     dtype = contents.dtype if FLAGS.dtype == "auto" else FLAGS.dtype
     devices: Sequence[plan.Device] = plan.DEVICES
     if FLAGS.memory is not None:
