@@ -10,10 +10,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jllama"
 # What each room may import from the others; a folder is one room.
 ROOMS = {
     "errors": set(),  # which all may import
-    "config": set(),
+    "rope": set(),
+    "config": {"rope"},
     "kernels": set(),
     "run": {"kernels"},
     "tensors": {"config"},
+    "families": {"config", "rope", "tensors"},
     "weights": {"kernels", "run"},
     "model": {"config", "kernels", "run", "weights"},
     "sampling": set(),
@@ -28,7 +30,7 @@ ROOMS = {
     "tokenizer": {"gguf_file", "text"},
     "sandbox": set(),
     "chat": {"gguf_file", "sandbox", "tokenizer"},
-    "checkpoint": {"config", "weights", "model", "gguf_file", "mesh", "run", "tensors"},
+    "checkpoint": {"config", "families", "rope", "weights", "model", "gguf_file", "mesh", "run", "tensors"},
     "settings": {"sampling"},
     "runner": {"mesh", "model", "processes", "programs"},
     "pool": {"decode", "mesh", "programs", "runner", "sampling", "settings"},
