@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("jllama/kernels")
 # Each source has the flags of its instruction set, and no other: the common ones run on any processor.
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 COMMON: dict[str, list[str]] = {"handlers.cc": [], "schedule.cc": [], "cpu.cc": [], "generic.cc": []}
 X86 = {

@@ -400,6 +400,7 @@ extern "C" int jllama_ffi_major() {{ return {}; }}
 extern "C" int jllama_ffi_minor() {{ return {}; }}
 extern "C" void jllama_dot() {{}}
 extern "C" void jllama_dot_int8() {{}}
+extern "C" void jllama_dot_groups() {{}}
 extern "C" void jllama_attend() {{}}
 """
 
