@@ -5,20 +5,31 @@ A template is trusted and messages are not: control tokens come from the templat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
-import json
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jllama import gguf_file
+from jllama.errors import InputError, quoted
+from jllama.gguf_file import Header
+from jllama.tokenizer import Tokenizer, TokenizerError
+from jllama.tokenizer.base import valid
+from jllama.tokenizer.beside import Beside, is_gguf
 
-from jllama.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from jllama.sandbox import Program
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+
+_ROLE = re.compile("[a-z_]+")
+_NAME = re.compile(r"\w+")
+
+_BUDGET = 4_000_000  # what a template may spend beside what its messages bring, as `sandbox` counts
 
 _LLAMA2 = """\
 {%- if messages[0].role == 'system' -%}
@@ -55,7 +66,7 @@ _CHATML = """\
 _BUILT_IN = (("<|start_header_id|>", _LLAMA3), ("<|im_start|>", _CHATML), ("</s>", _LLAMA2))  # by a control token
 
 
-class ChatError(ValueError):
+class ChatError(InputError):
     """A template that is none, or messages that it doesn't take."""
 
 
@@ -66,58 +77,119 @@ class Template:
       source: the template.
       tokenizer: turns what it renders to ids.
       name: where the template comes from, for messages.
+      add_bos: whether the ids begin with what the tokenizer puts before a text, whatever the template writes; None is
+        whether the model wants that.
+      guessed: whether the checkpoint has no template, and this one is taken because of its control tokens.
 
     Raises:
       ChatError: `source` is no Jinja template.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, name: str = "chat template") -> None:
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        name: str = "chat template",
+        *,
+        add_bos: bool | None = None,
+        guessed: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.name = name
-        texts = {i: text for text, i in tokenizer.special.ids.items()}
-        self._names = {"bos_token": texts.get(tokenizer.bos, ""), "eos_token": texts.get(tokenizer.eos, "")}
-        try:
-            self._jinja = _environment().from_string(_without_generation_tags(source))
-        except jinja2.TemplateSyntaxError as e:
-            raise ChatError(f"{name}, line {e.lineno}: {e.message}") from e
+        self.guessed = guessed
+        self._prefix = tokenizer.prefix if add_bos is None or add_bos else ()
+        self._source = source
+        self._programs: dict[int, Program] = {}
+        self._program(0)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def _program(self, marked: int) -> Program:
+        """The template: as it is, with marks in what it looks for in messages, and with marks in words of that too."""
+        from jllama.sandbox import Program  # not at the top: jinja2 takes time, and most runs are no chats
+
+        hide = self.tokenizer.special.guard if marked else None
+        try:
+            if marked not in self._programs:
+                self._programs[marked] = Program(self._source, hide, words=marked > 1)
+            return self._programs[marked]
+        except ValueError as e:
+            raise ChatError(f"{self.name}: {e}") from e
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
         """Return the ids of `messages`, each a `role` and a `content`; BOS is there once where the model wants it.
 
-        With `add_generation_prompt` they end where the answer begins.
+        With `add_generation_prompt` they end where the answer begins. Templates see `tools` and `variables` too.
 
         Raises:
           ChatError: the template doesn't take these messages.
           TokenizerError: a message can't be encoded.
         """
-        guarded = [self._guard(message) for message in messages]
-        try:
-            text = self._jinja.render(
-                messages=guarded,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._names,
-            )
-        except Exception as e:  # a template is a program, and not ours
-            raise ChatError(f"{self.name} refuses the messages: {e}") from e
-        ids, bos = self.tokenizer.encode_template(text), self.tokenizer.bos
-        if self.tokenizer.add_bos:
-            begins = next((at for at, i in enumerate(ids) if i != bos), len(ids))
-            ids = [bos, *ids[begins:]]
+        given = _each_text({"messages": messages, "tools": tools, **variables}, valid)
+        for message in given["messages"]:
+            if not isinstance(message, Mapping):
+                raise ChatError(f"a message is {quoted(message)}; expected a role and a content")
+            if not isinstance(role := message.get("role", ""), str) or not _ROLE.fullmatch(role):
+                raise ChatError(f"a message's role is {quoted(role)}; expected a word like 'user'")
+        ids = self.tokenizer.encode_template(self._text(given | {"add_generation_prompt": add_generation_prompt}))
+        if self._prefix:
+            bos, *more = self._prefix
+            ids = list(itertools.dropwhile(lambda i: i == bos, ids))
+            ids = [bos, *([] if ids[: len(more)] == more else more), *ids]
         return ids
 
-    def _guard(self, message: Message) -> dict[str, str]:
-        """The message, with nothing in it that could become a control token; templates compare and glue its role."""
-        if not re.fullmatch("[a-z_]+", role := message.get("role", "")):
-            raise ChatError(f"a message's role is {role!r}; expected a word like 'user'")
-        return {key: text if key == "role" else self.tokenizer.guard(text) for key, text in message.items()}
+    def _text(self, given: dict[str, Any]) -> str:
+        """What the template writes, with marks in what came from messages and looks like a control token."""
+        size, now = _weight(given), datetime.datetime.now()
+        budget = _BUDGET + size * (50 + 4 * len(given["messages"]))
+        constants = {"documents": None, **self.tokenizer.names}
+
+        def run(program: Program, variables: Mapping[str, Any]) -> str:
+            return program.render(budget, now, **{**constants, **variables})
+
+        try:
+            text = run(self._program(0), given)
+        except ValueError as e:
+            raise ChatError(f"{self.name} refuses the messages: {e}") from e
+        if (guarded := _each_text(given, self.tokenizer.special.guard)) == given:
+            return text
+        # The template must write the same with the marks. Where it looks for what is marked, that is marked as well.
+        for level in range(3):
+            with contextlib.suppress(ValueError):
+                marked = run(self._program(level), guarded)
+                if self.tokenizer.special.show(marked) == text:
+                    return marked
+        raise ChatError(f"{self.name} changes what looks like a control token in a message: it can't stay text there")
 
 
-def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
+def _each_text(value: Any, change: Callable[[str], str], key: str = "") -> Any:
+    """`value` with all texts in it changed but for roles and names, which templates compare and glue."""
+    if isinstance(value, str):
+        return value if key == "role" and _ROLE.fullmatch(value) else change(value)
+    if isinstance(value, Mapping):
+        return {k if _NAME.fullmatch(k) else change(k): _each_text(v, change, k) for k, v in value.items()}
+    return [_each_text(v, change) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _weight(value: Any) -> int:
+    """How many characters and items a value holds."""
+    if isinstance(value, Mapping):
+        return 1 + sum(map(_weight, value.values()))
+    if isinstance(value, list | tuple):
+        return 1 + sum(map(_weight, value))
+    return 1 + len(value) if isinstance(value, str) else 1
+
+
+def find_template(checkpoint: str | Path, tokenizer: Tokenizer, *, header: Header | None = None) -> Template:
     """Return the chat template of a checkpoint: its own, else the one that the control tokens tell.
 
-    Its own is in a GGUF file, or in `chat_template.jinja` or `tokenizer_config.json` beside or in the checkpoint.
+    Its own is in a GGUF file, or in `chat_template.jinja` or `tokenizer_config.json` beside or in the checkpoint: those
+    of Hugging Face say themselves where BOS is. `header` is that of a GGUF file which was read already.
 
     Raises:
       ChatError: there is none, or it is no Jinja template.
@@ -125,63 +197,23 @@ def find_template(checkpoint: str | Path, tokenizer: Tokenizer) -> Template:
       OSError: a file can't be read.
     """
     path = Path(checkpoint)
-    folder = path if path.is_dir() else path.parent
-    if path.is_file() and (source := _of_gguf(path)) is not None:
+    if is_gguf(path) and (source := _of_gguf(path, header)) is not None:
         return Template(source, tokenizer, f"{path}: tokenizer.chat_template")
-    if (file := folder / "chat_template.jinja").is_file():
-        return Template(file.read_text("utf-8"), tokenizer, str(file))
-    if (file := folder / "tokenizer_config.json").is_file() and (source := _of_config(file)) is not None:
-        return Template(source, tokenizer, f"{file}: chat_template")
+    try:
+        found = Beside(path if path.is_dir() else path.parent).template()
+    except TokenizerError as e:
+        raise ChatError(f"no chat template: {e}") from e
+    if found is not None:
+        return Template(found[0], tokenizer, found[1], add_bos=False)
     for control, source in _BUILT_IN:
         if control in tokenizer.special.ids:
-            return Template(source, tokenizer, f"built-in template for {control}")
+            return Template(source, tokenizer, f"built-in template for {control}", guessed=True)
     raise ChatError(f"{checkpoint}: no chat template; expected one in the checkpoint, or control tokens of a known one")
 
 
-def _of_gguf(path: Path) -> str | None:
-    from jllama.gguf_file import MAGIC, metadata
-
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            return None
-    source = metadata(path).get("tokenizer.chat_template")
+def _of_gguf(path: Path, header: Header | None) -> str | None:
+    source = (header or gguf_file.read(path)).metadata.get("tokenizer.chat_template")
     return source if isinstance(source, str) else None
-
-
-def _of_config(path: Path) -> str | None:
-    """The template in a tokenizer_config.json; of several named ones the default."""
-    try:
-        found = json.loads(path.read_text("utf-8")).get("chat_template")
-        if isinstance(found, list):
-            found = {each["name"]: each["template"] for each in found}.get("default")
-    except (ValueError, AttributeError, KeyError, TypeError) as e:
-        raise ChatError(f"{path}: chat_template can't be read: {e}") from e
-    return found if isinstance(found, str) else None
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates may use, as in transformers, utils/chat_template_utils.py."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _without_generation_tags(source: str) -> str:
-    """`source` with the tags that mark answers for training replaced by ones that do nothing."""
-    source = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", source)
-    return re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", source)
 
 
 class Asked(NamedTuple):

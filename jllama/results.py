@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from jllama.generation import Prompt
+from jllama.prompts import Request
 
 
 def check(path: Path, *, resume: bool) -> None:
@@ -17,13 +18,18 @@ def check(path: Path, *, resume: bool) -> None:
         raise FileNotFoundError(f"{path.parent}: no such folder")
 
 
-def count(path: Path, prompts: Iterable[Prompt], fields: Iterable[str]) -> int:
+def line(answer: dict[str, Any]) -> bytes:
+    """Return a result as it stands in a file."""
+    return json.dumps(answer, ensure_ascii=False).encode() + b"\n"
+
+
+def count(path: Path, requests: Iterable[Request], fields: Iterable[str]) -> int:
     """Count the results in a file, if it is there, and take off a last line that is not complete.
 
     Args:
       path: the file.
-      prompts: those that the results are of, in order, and more.
-      fields: that each result has.
+      requests: those that the results are of, in order, and more.
+      fields: that each result has, beside the `id` of a request that has one.
 
     Raises:
       ValueError: a line is no result, or that of another prompt.
@@ -31,22 +37,22 @@ def count(path: Path, prompts: Iterable[Prompt], fields: Iterable[str]) -> int:
     """
     if not path.exists():
         return 0
-    wanted, found, good = iter(prompts), 0, 0
+    wanted, found, good = iter(requests), 0, 0
     with open(path, "r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
+        for raw in file:
+            if not raw.endswith(b"\n"):
                 file.truncate(good)
                 break
-            prompt = next(wanted, None)
+            request = next(wanted, None)
             try:
-                result = json.loads(line)
-            except ValueError:
+                result = json.loads(raw)
+            except (ValueError, RecursionError):
                 result = None
-            if not isinstance(result, dict) or result.keys() != set(fields):
+            if not isinstance(result, dict) or result.keys() - {"id"} != set(fields):
                 raise ValueError(f"{path}, line {found + 1}: no result of such a run: expected {', '.join(fields)}")
-            if prompt is None or result["prompt"] != prompt.text:
+            if request is None or (result["prompt"], result.get("id")) != (request.prompt.text, request.id):
                 raise ValueError(
                     f"{path}, line {found + 1}: the result of another prompt than line {found + 1} of the file has"
                 )
-            found, good = found + 1, good + len(line)
+            found, good = found + 1, good + len(raw)
     return found

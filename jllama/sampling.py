@@ -36,7 +36,7 @@ def sample(logits: jax.Array, sampling: Sampling, tokens: jax.Array, pos: jax.Ar
     """Choose each row's next token.
 
     Args:
-      logits: float32 `[B, V]`, finite.
+      logits: float32 `[B, V]`, finite, or -inf for tokens that must not come (a grammar's, padding), but not for all.
       sampling: the settings of each row.
       tokens: int32 `[B, S]`, the ids of each row by position: what the repetition penalty looks at.
       pos: int32 `[B]`, the position of the last known token; with the seed it decides the draw.
@@ -137,19 +137,30 @@ def _float(bits: jax.Array) -> jax.Array:
 
 
 def _draw(logits: jax.Array, sampling: Sampling, pos: jax.Array) -> jax.Array:
-    """Draw one token a row by inverting the cumulative distribution at one uniform number, int32 `[B]`."""
+    """Draw one token a row by inverting the cumulative distribution at one uniform number, int32 `[B]`.
+
+    A token of weight 0 is never drawn, however the sums are rounded.
+    """
     weights = _weights(logits, sampling)
     rows, vocab = weights.shape
     # Two levels, blocks and then the tokens of one: a cumulative sum over the whole vocabulary is slow, and rounds.
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
-    ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
-    target = jax.vmap(_uniform)(sampling.seed, pos) * ends[:, -1]
-    block = jnp.minimum(jnp.sum(ends <= target[:, None], axis=-1, dtype=jnp.int32), ends.shape[-1] - 1)
-    chosen = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    start = jnp.take_along_axis(jnp.pad(ends, ((0, 0), (1, 0))), block[:, None], axis=1)
-    inside = jnp.sum(start + jnp.cumsum(chosen, axis=-1) <= target[:, None], axis=-1, dtype=jnp.int32)
-    last = jnp.max(jnp.where(chosen > 0, lax.broadcasted_iota(jnp.int32, chosen.shape, 1), 0), axis=-1)
-    return block * _BLOCK + jnp.minimum(inside, last)
+    sums = jnp.sum(blocks, axis=-1)
+    ends = jnp.cumsum(sums, axis=-1)
+    target = jax.vmap(_uniform)(sampling.seed, pos)[:, None] * ends[:, -1:]
+    block = _first(ends > target, sums > 0)
+    chosen = jnp.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0]
+    start = jnp.take_along_axis(jnp.pad(ends, ((0, 0), (1, 0))), block, axis=1)
+    token = _first(start + jnp.cumsum(chosen, axis=-1) > target, chosen > 0)
+    return (block * _BLOCK + token)[:, 0]
+
+
+def _first(reached: jax.Array, possible: jax.Array) -> jax.Array:
+    """Find where each row is first reached and possible, int32 `[B, 1]`; where nowhere, the last possible place."""
+    # Sums of floats may still grow in their last bit where only zeros follow, and may end short of their total.
+    places = lax.broadcasted_iota(jnp.int32, reached.shape, 1)
+    last = jnp.max(jnp.where(possible, places, 0), axis=-1, keepdims=True)
+    return jnp.min(jnp.where(reached & possible, places, last), axis=-1, keepdims=True)
 
 
 def _uniform(seed: jax.Array, pos: jax.Array) -> jax.Array:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import secrets
-from collections.abc import Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-import jax
-import jax.numpy as jnp
+from jllama.errors import listed, quoted, shown
 
-from jllama.sampling import Sampling
+if TYPE_CHECKING:
+    from jllama.sampling import Sampling
 
 _INT32 = 2**31 - 1
 
@@ -28,53 +29,87 @@ class Overrides(TypedDict, total=False):
     stop: Sequence[str]
 
 
+class About(NamedTuple):
+    """What there is to know of a setting, in its field's metadata under "about"."""
+
+    kind: type  # int, float or str, of which there are several
+    allows: Callable[[Any], bool]  # whether a value of that kind will do
+    expected: str  # what to give, for messages
+    help: str  # what it does, for people
+    dtype: str | None = None  # that of its array in `Sampling`, where it is in there as it is
+
+
+def _int(default: int | None, low: int, high: int, expected: str, help: str, dtype: str | None = None) -> Any:
+    about = About(int, lambda x: low <= x <= high, expected, help, dtype)
+    return dataclasses.field(default=default, metadata={"about": about})
+
+
+def _float(default: float, low: float, high: float, expected: str, help: str) -> Any:
+    about = About(float, lambda x: low <= x <= high, expected, help, "float32")  # NaN is in no range
+    return dataclasses.field(default=default, metadata={"about": about})
+
+
+def _strings(expected: str, help: str) -> Any:
+    return dataclasses.field(default=(), metadata={"about": About(str, bool, expected, help)})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a prompt is continued.
 
-    Args:
-      max_new_tokens: the most tokens to generate.
-      temperature: divides the logits; 0 takes the most probable token each time.
-      top_k: keep the k most probable tokens; 0 is off.
-      top_p: keep the fewest tokens whose probabilities sum to p, at least one; 1 is off.
-      min_p: keep the tokens of at least min_p times the largest probability; 0 is off.
-      repetition_penalty: makes tokens of the prompt and the text so far less probable; 1 is off.
-      seed: equal seeds give equal text; any integer of 64 bits, None for a new one each time.
-      stop: strings that end the text, and aren't part of it.
+    Every field says in its metadata what it does and which values it takes; NumPy's numbers will do for Python's.
 
     Raises:
       ValueError: with every field that is wrong, by name.
     """
 
-    max_new_tokens: int = 256
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 0.9
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
+    max_new_tokens: int = _int(256, 0, _INT32, f"an integer from 0 to {_INT32}", "the most tokens to generate")
+    temperature: float = _float(
+        0.8,
+        0.0,
+        1e30,
+        "a number from 0 to 1e30",
+        "divides the logits; 0: always the most probable token; 1: as trained",
+    )
+    top_k: int = _int(
+        0, 0, _INT32, f"an integer from 0 (off) to {_INT32}", "sample from the k most probable tokens; 0: off", "int32"
+    )
+    top_p: float = _float(
+        0.9,
+        0.0,
+        1.0,
+        "a number from 0 to 1 (off)",
+        "sample from the fewest tokens whose probabilities reach p together, at least one; 1: off",
+    )
+    min_p: float = _float(
+        0.0,
+        0.0,
+        1.0,
+        "a number from 0 (off) to 1",
+        "sample from tokens with at least p times the top probability; 0: off",
+    )
+    repetition_penalty: float = _float(
+        1.0,
+        1e-3,
+        1e3,
+        "a number from 0.001 to 1000, 1 being off",
+        "above 1: repeat tokens of the prompt and the text so far less; 1: off",
+    )
+    seed: int | None = _int(
+        None, -(2**63), 2**64 - 1, "an integer of 64 bits", "same seed, same text; None: a new text every time"
+    )
+    stop: Sequence[str] = _strings("a list of strings, none of them empty", "end the text before any of these strings")
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        checks: list[tuple[str, bool, str]] = [
-            ("max_new_tokens", _is_int(self.max_new_tokens, 0, _INT32), f"an integer from 0 to {_INT32}"),
-            ("temperature", _is_float(self.temperature, 0.0, 1e30), "a number from 0 to 1e30"),
-            ("top_k", _is_int(self.top_k, 0, _INT32), f"an integer from 0 (off) to {_INT32}"),
-            ("top_p", _is_float(self.top_p, 0.0, 1.0), "a number from 0 to 1 (off)"),
-            ("min_p", _is_float(self.min_p, 0.0, 1.0), "a number from 0 (off) to 1"),
-            (
-                "repetition_penalty",
-                _is_float(self.repetition_penalty, 1e-3, 1e3),
-                "a number from 0.001 to 1000, 1 being off",
-            ),
-            ("seed", self.seed is None or _is_int(self.seed, -(2**63), 2**64 - 1), "an integer of 64 bits"),
-            ("stop", _is_strings(self.stop), "a list of strings, none of them empty"),
-        ]
-        problems = [f"{name} = {getattr(self, name)!r}: expected {what}" for name, ok, what in checks if not ok]
+        problems = []
+        for field in dataclasses.fields(self):
+            value, about = getattr(self, field.name), field.metadata["about"]
+            found = _plain(value, about, optional=field.default is None)
+            if found is _WRONG:
+                problems.append(f"{field.name} = {quoted(value)}: expected {about.expected}")
+            object.__setattr__(self, field.name, found)
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError(listed(problems))
 
     def override(self, fields: dict[str, Any]) -> Settings:
         """Return these settings with some fields replaced.
@@ -83,34 +118,40 @@ class Settings:
           ValueError: a field that there isn't, or a wrong value.
         """
         if unknown := sorted(set(fields) - set(Overrides.__annotations__)):
-            raise ValueError(f"unknown settings {', '.join(unknown)}: expected {', '.join(Overrides.__annotations__)}")
+            names = ", ".join(map(shown, unknown[:8]))
+            raise ValueError(f"unknown settings {names}: expected {', '.join(Overrides.__annotations__)}")
         return dataclasses.replace(self, **fields)
 
 
-def _is_int(x: object, low: int, high: int) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and low <= x <= high
+_WRONG = object()
 
 
-def _is_float(x: object, low: float, high: float) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and low <= x <= high  # NaN isn't
-
-
-def _is_strings(x: object) -> bool:
-    return isinstance(x, Sequence) and all(isinstance(s, str) and s for s in x)
+def _plain(value: Any, about: About, *, optional: bool) -> Any:
+    """Return a value as Python's own, `_WRONG` where it isn't allowed."""
+    if about.kind is str:
+        strings = (value,) if isinstance(value, str) else value
+        is_list = isinstance(strings, Sequence) and not isinstance(strings, bytes)
+        return strings if is_list and all(isinstance(s, str) and about.allows(s) for s in strings) else _WRONG
+    if value is None and optional:
+        return None
+    number = numbers.Integral if about.kind is int else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, number) or not about.allows(value):
+        return _WRONG
+    return about.kind(value)
 
 
 def to_sampling(rows: Sequence[Settings]) -> Sampling:
     """Gather the sampling settings of a batch; a seed of None becomes a random one."""
+    import numpy as np  # not at the top, because --help wants the settings alone
 
-    def array(field: str, dtype: type) -> jax.Array:
-        return jnp.array([getattr(row, field) for row in rows], dtype)
+    from jllama.sampling import Sampling
 
+    def array(field: str, dtype: str) -> Any:
+        return np.array([getattr(row, field) for row in rows], dtype)
+
+    dtypes = {field.name: field.metadata["about"].dtype for field in dataclasses.fields(Settings)}
     seeds = [secrets.randbits(64) if row.seed is None else row.seed % 2**64 for row in rows]
     return Sampling(
-        temperature=array("temperature", jnp.float32),
-        top_k=array("top_k", jnp.int32),
-        top_p=array("top_p", jnp.float32),
-        min_p=array("min_p", jnp.float32),
-        repetition_penalty=array("repetition_penalty", jnp.float32),
-        seed=jnp.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], jnp.uint32),
+        **{name: array(name, dtype) for name, dtype in dtypes.items() if dtype},
+        seed=np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32),  # type: ignore[arg-type]
     )

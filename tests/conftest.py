@@ -7,10 +7,9 @@ from pathlib import Path
 import jax
 import jaxlib
 import pytest
-from console import Run
+from console import Run, reset_flags
 
 from jllama import cli
-from jllama.flags import FLAGS
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -39,12 +38,10 @@ def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Run the command line in this process: exit code, stdout, stderr."""
 
     def call(*args: str) -> tuple[int, str, str]:
-        for name in FLAGS:
-            FLAGS[name].unparse()
+        reset_flags()
         capfd.readouterr()
         code = cli.main(["jllama", "--compile_cache=", *args])  # the user's own cache is not for tests
         return code, *capfd.readouterr()
 
     yield call
-    for name in FLAGS:
-        FLAGS[name].unparse()
+    reset_flags()

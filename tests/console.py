@@ -3,12 +3,20 @@
 import sys
 from collections.abc import Callable
 
+from jllama.cli.flags import FLAGS
+
 # Starts main.py by itself. Programs that a script puts in the background ignore Ctrl-C, and so do those they start.
 _CODE = (
     "import runpy, signal as s; s.signal(s.SIGINT, s.default_int_handler); runpy.run_path('main.py', {}, '__main__')"
 )
 MAIN = [sys.executable, "-c", _CODE]
 Run = Callable[..., tuple[int, str, str]]  # the fixture `run`: arguments to exit code, stdout, stderr
+
+
+def reset_flags() -> None:
+    """Forget all flags that were parsed."""
+    for name in FLAGS:
+        FLAGS[name].unparse()
 
 
 def error(result: tuple[int, str, str]) -> str:

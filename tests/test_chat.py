@@ -7,15 +7,17 @@ import re
 import jinja2
 import pytest
 import tokenizers
+from gguf_writer import gguf_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
 from jllama import tokenizer
 from jllama.chat import ChatError, Conversation, Template, find_template
-from jllama.runner import common_prefix
+from jllama.pool import common_prefix
 from jllama.tokenizer import TokenizerError
-from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, alphabet
+from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT
+from jllama.tokenizer.pieces import alphabet
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -184,14 +186,13 @@ def test_a_checkpoints_own_template_comes_first(tmp_path):
     assert tok.decode(find_template(tmp_path / "model.safetensors", tok).render([user("x")])) == "cx"
 
 
-def test_the_template_inside_a_gguf_file(monkeypatch, tmp_path):
-    gguf_file = pytest.importorskip("jllama.gguf_file")
+def test_the_template_inside_a_gguf_file(tmp_path):
     tok, _ = make(tmp_path, CHATML)
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(gguf_file, "metadata", lambda path: {"tokenizer.chat_template": "g{{ messages[0].content }}"})
-    assert tok.decode(find_template(tmp_path / "x.gguf", tok).render([user("x")])) == "gx"
-    monkeypatch.setattr(gguf_file, "metadata", lambda path: {})
-    assert tok.decode(find_template(tmp_path / "x.gguf", tok).render([user("x")])).startswith("<|im_start|>user")
+    file = tmp_path / "x.gguf"
+    file.write_bytes(gguf_bytes({"tokenizer.chat_template": "g{{ messages[0].content }}"}, {}))
+    assert tok.decode(find_template(file, tok).render([user("x")])) == "gx"
+    file.write_bytes(gguf_bytes({}, {}))
+    assert tok.decode(find_template(file, tok).render([user("x")])).startswith("<|im_start|>user")
 
 
 def test_a_model_without_a_template_is_named(tmp_path):
@@ -203,7 +204,7 @@ def test_a_model_without_a_template_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("a\n{% for x in %}", r"chat_template\.jinja, line 2: "),
+        ("a\n{% for x in %}", r"chat_template\.jinja: line 2: "),
         ("{{ raise_exception('no system role') }}", "refuses the messages: no system role"),
         ("{{ ''.__class__.__mro__ }}", "refuses the messages: .*unsafe"),
         ("{{ messages.append(1) }}", "refuses the messages: .*'append' of 'list' object is unsafe"),
@@ -223,7 +224,7 @@ def test_a_wrong_template_is_named(source, message, tmp_path):
 def test_a_damaged_config_is_named(template, tmp_path):
     tok, _ = make(tmp_path, CHATML)
     (tmp_path / "tokenizer_config.json").write_text(template)
-    with pytest.raises(ChatError, match=r"tokenizer_config\.json: chat_template can't be read"):
+    with pytest.raises(ChatError, match=r"tokenizer_config\.json: (damaged|holds|chat_template: a list)"):
         find_template(tmp_path, tok)
 
 

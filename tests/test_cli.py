@@ -17,8 +17,8 @@ import pytest
 from console import MAIN, Run, error
 from trained import write_tokenizer
 
+from jllama.cli.flags import GROUPS
 from jllama.config import Config
-from jllama.flags import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -171,7 +171,7 @@ def test_an_empty_checkpoint(run: Run) -> None:
 def test_help(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for name in [f"--{holder.name}" for group in GROUPS.values() for holder in group]:
+    for name in [f"--{flag.holder.name}" for group in GROUPS.values() for flag in group]:
         assert name in out
     assert max(map(len, out.splitlines())) <= 120
 
@@ -193,8 +193,8 @@ def test_help(run: Run) -> None:
         (["--stop="], "stop"),
         (["--prompt=" + "long " * 50], "tokens: expected 1 to 64"),
         (["--prompt_file=/nowhere.txt"], "/nowhere.txt"),
-        (["--prompt=a", "--prompt_file=b"], "one of the two"),
-        (["--config=x.toml"], "one of the two"),
+        (["--prompt=a", "--prompt_file=b"], "not both"),
+        (["--config=x.toml"], "not both"),
         (["--tokenizer=/nowhere"], "/nowhere"),
         (["--rope_theta=-1"], "rope_theta = -1.0"),
     ],
@@ -209,7 +209,7 @@ def test_wrong_flags(run: Run, model: Path, flags: list[str], words: str) -> Non
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "cannot be read"),
+        (None, "no such file"),
         (b"", "empty"),
         (b"version https://git-lfs.github.com/spec/v1\n", "LFS"),
         (b"GGUF" + bytes(300), "GGUF"),
@@ -221,9 +221,9 @@ def test_wrong_flags(run: Run, model: Path, flags: list[str], words: str) -> Non
 def test_files_that_are_no_checkpoint(run: Run, model: Path, tmp_path: Path, content: bytes | None, words: str) -> None:
     if content is not None:
         (tmp_path / "x.bin").write_bytes(content)
-    flags = (f"--checkpoint={tmp_path}/x.bin", f"--tokenizer={model.parent}/tokenizer.bin")
-    assert words in error(run(*flags))
-    assert words in error(run(*flags, f"--save={tmp_path}/out.bin"))
+    checkpoint = f"--checkpoint={tmp_path}/x.bin"
+    assert words in error(run(checkpoint, f"--tokenizer={model.parent}/tokenizer.bin"))
+    assert words in error(run(checkpoint, f"--save={tmp_path}/out.bin"))
     assert not (tmp_path / "out.bin").exists()
 
 
@@ -236,6 +236,22 @@ def test_prompts_from_a_pipe_are_read_once(model: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, pass_fds=[read], capture_output=True, text=True, timeout=120)
     os.close(read)
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["one", "two"], done.stderr
+
+
+def test_whoever_writes_a_prompt_and_waits_gets_its_answer(model: Path, tmp_path: Path) -> None:
+    command = [*MAIN, f"--checkpoint={model}", "--prompt_file=-", "--max_new_tokens=3", f"--compile_cache={tmp_path}"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for prompt in ("one", "two three", ""):
+        process.stdin.write(f"{prompt}\n".encode())
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["prompt"] == prompt
+    process.stdin.write(b"four\nfive\n\xff\n")
+    out, _ = process.communicate(timeout=60)
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["four", "five"]
+    assert process.returncode == 1
 
 
 @pytest.mark.parametrize("flag", ["--prompt_file=-", "--mode=chat"])

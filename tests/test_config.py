@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jllama.checkpoint import llama2c
-from jllama.config import Config, ConfigError, RopeScaling, from_toml
+from jllama.config import Config, ConfigError, from_toml
+from jllama.rope import Llama3
 from jllama.tensors import tensors
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -50,7 +51,7 @@ def test_first_line_names_the_source(path: Path) -> None:
 def test_rope_scaling_is_read() -> None:
     config = from_toml(CONFIGS / "llama3.2_1b.toml")
     assert config.tied
-    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert config.rope_scaling == Llama3(32.0, 1.0, 4.0, 8192)
     assert config.rope_theta == 500000.0
 
 
@@ -99,6 +100,12 @@ def test_head_dim_may_differ_from_dim_over_heads() -> None:
         (("dim = 64", "dims = 64"), "dims"),
         (("dim = 64", "dim = 0"), "dim = 0"),
         (("dim = 64", "dim = "), "TOML"),
+        (("dim = 64", "dim = " + "[" * 5000), "TOML"),
+        (("dim = 64", "dim" + ".a" * 10000 + " = 64"), "expected at most 8192"),
+        (("dim = 64", "dim = " + "9" * 5000), "TOML"),
+        (("dim = 64", "dim = 1" + "0" * 400), "dim = 1000"),
+        (("norm_eps = 1e-5", "norm_eps = 1" + "0" * 400), "norm_eps = 1000"),
+        (("dim = 64", 'dim = "\\u001b[2J"'), "dim = '.x1b"),
         (("tied = true", "[rope_scaling]\nfactor = 8.0"), "low_freq_factor"),
     ],
 )

@@ -4,11 +4,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import gguf_writer
 import hf
 import oracle
 import pytest
 
-from jllama import checkpoint
+from jllama import LLM, checkpoint
 from jllama.checkpoint import CheckpointError, hub
 from jllama.config import Config
 
@@ -60,16 +61,95 @@ def test_what_is_not_in_the_cache_is_named(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["hf://", "hf://gpt2", "hf://a/b/c", "hf://a/b@", "hf://a/b@c@d", "hf:///b", "hf://@c"]
+    "address",
+    [
+        "hf://",
+        "hf://gpt2",
+        "hf://a/b/c",
+        "hf://a/b@",
+        "hf://a/b@c@d",
+        "hf:///b",
+        "hf://@c",
+        "hf://a/b:",
+        "hf://a/b/c.gguf:Q4_0",
+    ],
 )
 def test_wrong_addresses(address: str) -> None:
     with pytest.raises(CheckpointError, match=r"expected hf://owner/name or hf://owner/name@revision"):
         hub.local(address)
 
 
-@pytest.mark.parametrize("path", ["model.bin", "/a/b", "hf", "hf/x", "x/hf://a/b"])
-def test_other_paths_stay(path: str) -> None:
+@pytest.mark.parametrize("path", ["model.bin", "b", "hf", "hf/x", "x/hf:/a/b"])
+def test_other_paths_stay(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).touch()
     assert hub.local(path) == hub.local(Path(path)) == Path(path)
+    assert hub.local(tmp_path / path) == tmp_path / path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.local(f"~/{path}") == tmp_path / path
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/nope", ""),
+        ("nope.gguf", ""),
+        ("./owner/name", "; on the Hugging Face Hub it would be hf://owner/name"),
+        ("owner/name", "; on the Hugging Face Hub it would be hf://owner/name"),
+        ("https://host/a.bin", "; addresses are hf://owner/name, anything else has to be downloaded first"),
+    ],
+)
+def test_a_path_with_nothing_there_is_named(
+    path: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"^{Path(path)}: no such file or folder{hint}$"):
+        LLM.load(path)
+
+
+def test_a_folder_of_one_gguf_model_is_that(tmp_path: Path) -> None:
+    weights = oracle.random_weights(gguf_writer.CONFIG, tied=True)
+    assert hub.local(tmp_path) == tmp_path
+    one, other = (gguf_writer.write(tmp_path / name, weights) for name in ("a.gguf", "b.gguf"))
+    with pytest.raises(CheckpointError, match=r"2 GGUF models here, expected one of them: a\.gguf; b\.gguf"):
+        hub.local(tmp_path)
+    other.unlink()
+    assert hub.local(tmp_path) == one
+    assert checkpoint.load(tmp_path).config == dataclasses.replace(gguf_writer.CONFIG, tied=True)
+    first = one.rename(tmp_path / "m-00001-of-00002.gguf")
+    (tmp_path / "m-00002-of-00002.gguf").touch()
+    assert hub.local(tmp_path) == first
+    (tmp_path / "config.json").touch()
+    assert hub.local(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("hf://owner/tiny.model/m-Q4_K_M.gguf", "m-Q4_K_M.gguf"),
+        ("hf://owner/tiny.model/m.Q8_0.gguf@v1", "m.Q8_0.gguf"),
+        ("hf://owner/tiny.model:Q4_K_M", "m-Q4_K_M.gguf"),
+        ("hf://owner/tiny.model:q8_0@v1", "m.Q8_0.gguf"),
+        ("hf://owner/tiny.model:F16", "big/m-F16-00001-of-00002.gguf"),
+        ("hf://owner/tiny.model/big/m-F16-00001-of-00002.gguf", "big/m-F16-00001-of-00002.gguf"),
+    ],
+)
+def test_a_gguf_file_of_a_repository(cache: Path, address: str, name: str) -> None:
+    for commit in REVISIONS.values():
+        folder = cache / "snapshots" / commit
+        (folder / "big").mkdir()
+        for each in ("m-Q4_K_M.gguf", "m.Q8_0.gguf", *(f"big/m-F16-0000{i}-of-00002.gguf" for i in (1, 2))):
+            (folder / each).touch()
+    assert hub.local(address) == cache / "snapshots" / REVISIONS["v1" if "@v1" in address else "main"] / name
+    with pytest.raises(CheckpointError, match=r"0 such GGUF files, expected one; there are: m-F16.*; m-Q4_K_M\.gguf"):
+        hub.local("hf://owner/tiny.model:Q9_9")
+
+
+def test_a_repository_of_gguf_files_alone_says_how_to_name_one(cache: Path) -> None:
+    (cache / "snapshots" / REVISIONS["main"] / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"a GGUF file is hf://owner/tiny\.model/FILE\.gguf or :Q4_K_M after it"):
+        hub.local("hf://owner/tiny.model")
 
 
 def test_the_library_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +158,32 @@ def test_the_library_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
         CheckpointError, match=r"hf://a/b: needs the huggingface_hub library: pip install 'jllama\[hub\]'"
     ):
         checkpoint.load("hf://a/b")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("hf://a/b/m-Q4_0.gguf", ["m-Q4_0.gguf"]),
+        ("hf://a/b:q4_0", ["big/m-Q4_0-00001-of-00002.gguf", "big/m-Q4_0-00002-of-00002.gguf", "m-Q4_0.gguf"]),
+        ("hf://a/b/big/m-Q4_0-00001-of-00002.gguf", [f"big/m-Q4_0-0000{i}-of-00002.gguf" for i in (1, 2)]),
+    ],
+)
+def test_only_the_gguf_file_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, expected: list[str]
+) -> None:
+    library = pytest.importorskip("huggingface_hub")
+    filtered = pytest.importorskip("huggingface_hub.utils").filter_repo_objects
+    there = ["m-Q4_0.gguf", "m-Q8_0.gguf", "big/m-Q4_0-00001-of-00002.gguf", "big/m-Q4_0-00002-of-00002.gguf", "x.json"]
+    asked: list[str] = []
+
+    def snapshot_download(repo_id: str, *, revision: object, **options: object) -> str:
+        asked.extend(sorted(filtered(there, **options)))
+        return str(tmp_path)
+
+    monkeypatch.setattr(library, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="0 such GGUF files"):
+        hub.local(address)
+    assert asked == expected
 
 
 def test_only_what_is_read_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -99,4 +205,6 @@ def test_only_what_is_read_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return str(tmp_path)
 
     monkeypatch.setattr(library, "snapshot_download", snapshot_download)
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").touch()
     assert hub.local("hf://a/b") == tmp_path

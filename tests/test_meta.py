@@ -25,7 +25,8 @@ from meta_writer import CONFIG, PARAMS, Storage, View, fake_torch, split, torch_
 
 from jllama import checkpoint
 from jllama.checkpoint import CheckpointError, build, meta, pth
-from jllama.config import RopeScaling, from_toml
+from jllama.config import from_toml
+from jllama.rope import Llama3
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -224,7 +225,7 @@ def test_a_scaling_factor_of_its_own(tmp_path: Path) -> None:
     fields = {"use_scaled_rope": True, "rope_scaling_factor": 16, "rope_high_freq_factor": 2, "vocab_size": 48}
     (tmp_path / "params.json").write_text(json.dumps(PARAMS | fields))
     config = meta._config(meta._read_params(tmp_path / "params.json"), {})
-    assert config.rope_scaling == RopeScaling(16.0, 1.0, 2.0, 8192)
+    assert config.rope_scaling == Llama3(16.0, 1.0, 2.0, 8192)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +239,10 @@ def test_a_scaling_factor_of_its_own(tmp_path: Path) -> None:
         (json.dumps(PARAMS | {"multiple_of": 0, "n_layers": 2**40}), ["multiple_of = 0", "n_layers"]),
         (json.dumps(PARAMS | {"ffn_dim_multiplier": float("nan")}), ["ffn_dim_multiplier = nan"]),
         (json.dumps(PARAMS | {"rope_theta": 10**400, "norm_eps": float("inf")}), ["rope_theta", "norm_eps = inf"]),
+        (json.dumps(PARAMS | {"rope_theta": -(10**400), "dim": 10**4000}), ["rope_theta", "dim = 1000"]),
+        ('{"dim": ' + "9" * 5000 + "}", ["params.json", "no JSON"]),
+        (json.dumps(PARAMS | {"dim": "\x1b[2J" * 999, "n_layers": [[]] * 9999}), ["dim = '\\x1b[2J", "n_layers = [[]"]),
+        (json.dumps(PARAMS | {"dim": 2**30 + 2**29}), ["consolidated.01.pth", "missing: found 1 of 50331648 shards"]),
         (json.dumps(PARAMS | {"n_kv_heads": 3}), ["n_heads = 4", "n_kv_heads = 3"]),
         (json.dumps(PARAMS | {"n_layers": 2**30}), ["n_layers = 1073741824", "20 tensors"]),
         (json.dumps(PARAMS | {"multiple_of": 256}), ["w1.weight has 96 rows", "multiple_of = 256", "256"]),
@@ -302,6 +307,10 @@ def test_tensors_missing_left_over_and_misshapen_are_all_named(tmp_path: Path, n
     assert "layers.2.attention.wq.weight is not a tensor of this model" in found
 
 
+def npy_header(text: str) -> bytes:
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text.encode()
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -311,6 +320,14 @@ def test_tensors_missing_left_over_and_misshapen_are_all_named(tmp_path: Path, n
         (np.array([os.system], object), ["cannot be read", "Python objects"]),
         (np.zeros((48, 32), np.int32), ["int32 [48, 32]", "expected float32 or float16"]),
         (np.float32(1), ["float32 []"]),
+        (npy_header("(" * 3000), ["cannot be read"]),  # RecursionError or MemoryError of the parser
+        (npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (8L, 8L \\"), ["cannot be read"]),  # TokenError
+        (npy_header("{'descr': [], 'fortran_order': False, 'shape': (1,)}"), ["_embeddings.weight.npy is"]),
+        (npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (2**62,)}"), ["cannot be read"]),
+        (npy_header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**62}, 4)}}"), ["cannot be read"]),
+        (npy_header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': (1{', 1' * 69},)}}"), ["cannot be read"]),
+        (npy_header("{[]: 1, 'descr': '<f4', 'fortran_order': False, 'shape': (1,)}"), ["cannot be read"]),
+        (npy_header("{'descr': '<f4\x1b[2J', 'fortran_order': False, 'shape': (1,)}"), ["cannot be read"]),
     ],
 )
 def test_npy_files_that_are_none(tmp_path: Path, content: Any, words: list[str]) -> None:
@@ -366,6 +383,9 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
+NESTED = b"Nq\0" + b"h\0\x86q\0" * 60  # a tuple of two equal tuples, and so on: 2**60 parts
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -387,6 +407,10 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
         b"}(K\1K\2u.",
         b"}(Vnorm.weight\nK\2Voutput.weight\nNu.",
         b"",
+        b"\x80\x05\x96" + struct.pack("<Q", 3 << 30) + b".",  # BYTEARRAY8
+        b"}" + NESTED + b"Ns.",
+        b"}(" + NESTED + b"Nu.",
+        b"ccollections\nOrderedDict\n((" + NESTED + b"NttR.",
     ],
 )
 def test_pickles_of_other_things_are_refused(tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,6 +449,11 @@ def test_no_bytes_fail_in_another_way(tmp_path_factory: pytest.TempPathFactory, 
         (View(Storage(np.ones(32, np.float32)), 0, (), ()), "no proper shape"),
         (View(Storage(np.ones(32, np.int32), "Int"), 0, (32,), (1,)), "IntStorage"),
         (View(Storage(np.ones(16, np.float32), "BFloat16"), 0, (32,), (1,)), "of a storage of 32"),
+        (View(Storage(np.ones(32, np.float32)), 0, (2**40,), (0,)), "of a storage of 32"),
+        (View(Storage(np.ones(32, np.float32)), 0, (2, 33), (0, 0)), "needs 66 numbers of a storage of 32"),
+        (View(Storage(np.ones(32, np.float32)), 0, (1,) * 70, (1,) * 70), "no proper shape"),
+        (View(Storage(np.ones(32, np.float32)), 0, (0, 2**70), (1, 1)), "no proper shape"),
+        (View(Storage(np.ones(32, np.float32)), 0, (10**70,), (1,)), "no proper shape"),
         (3, "is a int, expected a tensor"),
         ({"weight": 3}, "is a dict, expected a tensor"),
     ],
@@ -437,6 +466,31 @@ def test_tensors_that_are_none_are_all_named(tmp_path: Path, tensor: Any, words:
     assert "norm.weight" in found
     assert "also" in found
     assert "rope.freqs" not in found
+
+
+def test_a_tuple_of_tuples_in_the_place_of_a_name_ends(tmp_path: Path) -> None:
+    storage = b"(Vstorage\nctorch\nFloatStorage\n%bVcpu\nK\1tQ"
+    body = b"}Vnorm.weight\nctorch._utils\n_rebuild_tensor_v2\n(" + storage % NESTED + b"K\0(K\1t(K\1ttRs."
+    write_zip(tmp_path / "bad.pth", body, {"data/0": bytes(4)})
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    assert "norm.weight is in no storage" in message(tmp_path / "bad.pth")
+
+
+def test_a_few_bytes_are_no_large_model(tmp_path: Path) -> None:
+    storage = Storage(np.ones(1000, np.float32))
+    torch_save(tmp_path / "bad.pth", {f"{i}.weight": View(storage, 0, (1000,), (1,)) for i in range(100)})
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    assert "tensors of 400000 bytes in a file of" in message(tmp_path / "bad.pth")
+
+
+def test_an_encrypted_archive(tmp_path: Path) -> None:
+    path = write(tmp_path / "model", random_weights())
+    file = path / "consolidated.00.pth"
+    data = bytearray(file.read_bytes())
+    for mark, at in ((b"PK\1\2", 8), (b"PK\3\4", 6)):
+        data[data.index(mark) + at] |= 1
+    file.write_bytes(data)
+    assert "encrypted" in message(path)
 
 
 def test_archives_that_are_none(tmp_path: Path) -> None:

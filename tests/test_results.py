@@ -73,6 +73,8 @@ def test_what_cannot_be_gone_on_with(run: Run, flags: list[str], whole: str, tmp
     assert "line 2: the result of another prompt" in refused(lines[0] + lines[2], "--resume")
     assert "line 3: no result" in refused(lines[0] + lines[1] + "no json\n", "--resume")
     assert "line 1: no result" in refused('{"prompt": " 0"}\n', "--resume")
+    assert "line 1: no result" in refused("[" * 100_000 + "\n", "--resume")
+    assert "line 1: no result" in refused("9" * 5000 + "\n", "--resume")
     assert "expected prompt, text, tokens, finish_reason, logprobs" in refused(whole, "--resume", "--logprobs")
     other.write_text("x\n")
     assert "line 1: the result of another prompt" in refused(whole, "--resume", f"--prompt_file={other}")

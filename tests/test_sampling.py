@@ -1,7 +1,10 @@
 """Sampling against a float64 reference, and what it promises each row."""
 
+import dataclasses
 import json
+import typing
 from pathlib import Path
+from typing import get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 
 from jllama import sampling
-from jllama.settings import Settings, to_sampling
+from jllama.settings import Overrides, Settings, to_sampling
 
 
 def settings(rows: int = 1, **fields: object) -> sampling.Sampling:
@@ -188,14 +191,14 @@ def test_log_probability() -> None:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-1, float("nan"), float("inf"), "hot", True]),
-        ("top_k", [-1, 1.5, None]),
+        ("temperature", [-1, float("nan"), float("inf"), "hot", True, np.bool_(True), np.float32("nan"), None, b"1"]),
+        ("top_k", [-1, 1.5, None, np.int8(-1), np.float32(2), 9**9999]),
         ("top_p", [-0.1, 1.1, float("nan")]),
         ("min_p", [-0.1, 2]),
         ("repetition_penalty", [0, -1, float("inf")]),
         ("max_new_tokens", [-1, 2**40, 1.0]),
         ("seed", [2**64, -(2**63) - 1, 0.5]),
-        ("stop", [[""], [1], 7]),
+        ("stop", [[""], [1], 7, b"ab", None, [b"a"]]),
     ],
 )
 def test_wrong_settings_are_named(field: str, values: list[object]) -> None:
@@ -206,3 +209,49 @@ def test_wrong_settings_are_named(field: str, values: list[object]) -> None:
         Settings(top_k=-1, min_p=3)
     with pytest.raises(ValueError, match="unknown settings tempreature"):
         Settings().override({"tempreature": 1})
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    numpy = Settings(
+        max_new_tokens=np.int16(3),
+        temperature=np.float32(0.5),
+        top_k=np.uint8(7),
+        top_p=np.float64(1),
+        seed=np.int64(-1),
+    )
+    plain = Settings(max_new_tokens=3, temperature=0.5, top_k=7, top_p=1.0, seed=-1)
+    assert numpy == plain
+    assert {type(value) for value in dataclasses.asdict(numpy).values()} == {int, float, tuple}
+    assert json.dumps(dataclasses.asdict(numpy)) == json.dumps(dataclasses.asdict(plain))
+
+
+def test_overrides_are_the_settings() -> None:
+    assert Overrides.__annotations__.keys() == {field.name for field in dataclasses.fields(Settings)}
+    hints = get_type_hints(Settings)
+    assert get_type_hints(Overrides) == hints
+    kinds = {name: typing.get_args(hint)[0] if typing.get_args(hint) else hint for name, hint in hints.items()}
+    assert {field.name: field.metadata["about"].kind for field in dataclasses.fields(Settings)} == kinds
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 40}, {"min_p": 0.02}, {"top_k": 1000}, {"top_p": 0.9}])
+def test_a_dropped_token_is_never_drawn(fields: dict[str, float]) -> None:
+    """The sums of blocks differ in their last bit where zeros follow: this seed draws the largest number below 1."""
+    rows, vocab = 64, 49152
+    greatest = to_sampling([Settings(**{"seed": 22644461, "temperature": 1.0, "top_p": 1.0} | fields)] * rows)
+    tokens, pos = jnp.zeros((rows, 4), jnp.int32), jnp.zeros(rows, jnp.int32)
+    for seed in range(4):
+        x = np.random.default_rng(seed).normal(0, 1 + seed, (rows, vocab)).astype(np.float32)
+        kept = np.array(probabilities(jnp.array(x), greatest))
+        ids = np.array(sample(jnp.array(x), greatest, tokens, pos))
+        assert (kept[np.arange(rows), ids] > 0).all()
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.0}])
+@pytest.mark.parametrize("allowed", [[0], [299], [3, 128, 200, 256, 299]])
+def test_a_masked_token_is_never_chosen(fields: dict[str, float], allowed: list[int]) -> None:
+    """What a grammar or a padded vocabulary rests on."""
+    logits = np.full(300, -np.inf, np.float32)
+    logits[allowed] = np.random.default_rng(5).normal(0, 1, len(allowed))
+    assert set(draw(logits, 2000, **fields, repetition_penalty=1.3)) <= set(allowed)
+    if not fields:
+        assert set(draw(logits, 2000)) == set(allowed)

@@ -114,19 +114,14 @@ def chatty(tmp_path: Path) -> str:
     return f"--checkpoint={tmp_path}/model.bin"
 
 
-def test_chat_through_pipes(run: Run, chatty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = (
-        f"hello\nmore\n/save {tmp_path}/talk.json\n/what\n/reset\n\nhello\n/system be brief\nhello\n/exit\nnot read\n"
-    )
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+def test_chat_through_pipes(run: Run, chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\nmore\n\nhello\n")))
     code, out, err = run("--mode=chat", chatty, "--temperature=0", "--max_new_tokens=4")
     assert code == 0
-    saved = json.loads((tmp_path / "talk.json").read_text())
-    assert [(m["role"], m["content"]) for m in saved if m["role"] == "user"] == [("user", "hello"), ("user", "more")]
-    first, second = (m["content"] for m in saved if m["role"] == "assistant")
-    assert out.startswith(f"{first.lstrip()}\n{second.lstrip()}\n{first.lstrip()}\n")
-    assert "/what is none of the commands" in err
-    assert "wrote" in err
+    assert out.count("\n") == 3
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello")))
+    alone = run("--mode=chat", chatty, "--temperature=0", "--max_new_tokens=4")[1]
+    assert out.startswith(alone)
     assert "prompt" in err.splitlines()[-1]
 
 

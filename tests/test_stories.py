@@ -94,7 +94,7 @@ def test_a_path_of_that_name_has_a_dot(
 
 def test_random_weights_take_its_place(run: Run) -> None:
     assert "--tokenizer" in error(run(f"--config={ROOT}/configs/stories260K.toml"))
-    assert "one of the two" in error(run(f"--config={ROOT}/configs/stories260K.toml", "--checkpoint=stories"))
+    assert "not both" in error(run(f"--config={ROOT}/configs/stories260K.toml", "--checkpoint=stories"))
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_the_wheel_holds_the_model_and_finds_it(tmp_path: Path) -> None:
         if (platform.system(), platform.machine()) == ("Linux", "x86_64") and shutil.which("g++"):
             assert any(name.startswith("jllama/kernels/_native") for name in names)
         archive.extractall(tmp_path / "site")
-    code = "from jllama import cli; print(cli.hub.local('stories')); cli.run()"
+    code = "from jllama import cli; from jllama.checkpoint import hub; print(hub.local('stories')); cli.run()"
     done = subprocess.run(
         [sys.executable, "-c", code, "--compile_cache=", "--max_new_tokens=20", "--verbosity=1"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,

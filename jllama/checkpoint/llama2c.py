@@ -177,7 +177,8 @@ def _source(data: mmap.mmap, offset: int, shape: tuple[int, ...], group_size: in
         first, last = start * width // group_size, -(-stop * width // group_size)
         values = np.frombuffer(data, np.int8, (last - first) * group_size, offset + first * group_size)
         scales = np.frombuffer(data, "<f4", last - first, offset + count + first * 4)
-        flat: Array = (values.reshape(-1, group_size) * scales[:, None]).ravel()
+        with np.errstate(invalid="ignore", over="ignore"):  # scales that aren't finite stay so, and show in the logits
+            flat: Array = (values.reshape(-1, group_size) * scales[:, None]).ravel()
         return flat[start * width - first * group_size :][: (stop - start) * width].reshape(-1, width)
 
     return Source(shape, read_groups if group_size and len(shape) == 2 else read)

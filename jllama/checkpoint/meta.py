@@ -9,19 +9,24 @@ Sources: meta-llama/llama-models, models/llama3/args.py and model.py, models/che
 
 from __future__ import annotations
 
-import json
+import itertools
+import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
+from jllama import rope
 from jllama.checkpoint import pth
 from jllama.checkpoint.build import CheckpointError, Contents
+from jllama.checkpoint.files import parse_json
 from jllama.checkpoint.mapped import joined
 from jllama.checkpoint.source import Array, Source
-from jllama.config import Config, ConfigError, RopeScaling
+from jllama.config import Config, ConfigError
+from jllama.errors import listed, quoted, shown
 from jllama.tensors import fitted
 
 _SHARD = re.compile(r"consolidated\.(\d\d)\.pth")
@@ -98,12 +103,7 @@ class _Params(NamedTuple):
 
 
 def _read_params(path: Path) -> _Params:
-    try:
-        found: Any = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from e
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
+    found = parse_json(path.read_bytes(), str(path))
     problems: list[str] = []
     fields: dict[str, Any] = {}
     for name, kind in get_type_hints(_Params).items():
@@ -111,15 +111,15 @@ def _read_params(path: Path) -> _Params:
         if value is None and name in _Params._field_defaults:
             continue
         if kind is float and type(value) is int:
-            value = float(min(value, 2**31))
+            value = float(max(-(2**31), min(value, 2**31)))
         if type(value) is not kind:
-            fault = "is missing" if value is None else f"= {ascii(value)[:40]}"
+            fault = "is missing" if value is None else f"= {quoted(value)}"
             problems.append(f"{name} {fault}, expected {_KINDS[kind]}")
         elif not abs(value) < 2**31 or (name == "multiple_of" and value < 1):  # NaN is not less than anything
-            problems.append(f"{name} = {value:g} is out of range")
+            problems.append(f"{name} = {quoted(value)} is out of range")
         fields[name] = value
     if problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}")
+        raise CheckpointError(f"{path}: {listed(problems)}")
     return _Params(**fields)
 
 
@@ -139,7 +139,7 @@ def _config(params: _Params, sources: Mapping[str, Source]) -> Config:
     scaling = None
     if params.use_scaled_rope:
         factor = params.rope_scaling_factor or (32.0 if (params.dim, params.n_layers) in _FACTOR_32 else 8.0)
-        scaling = RopeScaling(factor, 1.0, params.rope_high_freq_factor, 8192)
+        scaling = rope.Llama3(factor, 1.0, params.rope_high_freq_factor, 8192)
     return Config(
         dim=params.dim,
         hidden_dim=hidden,
@@ -193,33 +193,37 @@ def _read_npy(folder: Path) -> tuple[dict[str, Source], set[str]]:
             continue
         try:
             tensor = _npy(file)
-        except (ValueError, OSError, EOFError, OverflowError) as e:
-            problems.append(f"{file.name} cannot be read: {e}")
+        except Exception as e:  # NumPy's parser of headers fails in a dozen ways
+            problems.append(f"{shown(file.name)} cannot be read: {shown(str(e))}")
             continue
         if tensor.dtype not in (np.float32, np.float16) or not tensor.ndim:
-            problems.append(f"{file.name} is {tensor.dtype} {list(tensor.shape)}, expected float32 or float16")
+            what = f"{shown(str(tensor.dtype))} {quoted(list(tensor.shape))}"
+            problems.append(f"{shown(file.name)} is {what}, expected float32 or float16")
         dtypes.add(tensor.dtype.name)
         sources[name] = source(file, tensor.shape)
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError(listed(problems))
     return sources, dtypes
 
 
 def _npy(file: Path) -> Array:
     """Map a `.npy` file; one with a pickle in it is refused."""
-    return np.lib.format.open_memmap(file, mode="r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of headers that Python 2 wrote
+        return np.lib.format.open_memmap(file, mode="r")
 
 
 def _open_shards(files: list[Path]) -> dict[str, dict[str, pth.Tensor]]:
     """Map the tensors of each file."""
-    shards, problems = {}, []
+    shards: dict[str, dict[str, pth.Tensor]] = {}
+    problems: list[str] = []
     for file in files:
         try:
             shards[file.name] = {name: tensor for name, tensor in pth.read(file).items() if name != _IGNORED}
         except CheckpointError as e:
-            problems.append(str(e))
+            problems.append(str(e).removeprefix(f"{file.parent}{os.sep}") if problems else str(e))
     if problems:
-        raise CheckpointError("; ".join(problems))
+        raise CheckpointError(listed(problems))
     if all(_is_tied(shard) for shard in shards.values()):
         for shard in shards.values():
             del shard[_OUTPUT]
@@ -233,11 +237,11 @@ def _join_shards(shards: Mapping[str, Mapping[str, pth.Tensor]], dim: int) -> tu
       ConfigError: shards are missing, or tensors in some of them.
     """
     if problems := _missing_shards(shards, dim):
-        raise ConfigError("; ".join(problems))
+        raise ConfigError(listed(problems))
     sources = {}
     for name in dict.fromkeys(name for shard in shards.values() for name in shard):
         if absent := [file for file, shard in shards.items() if name not in shard]:
-            problems.append(f"{name} is missing in {', '.join(absent)}")
+            problems.append(f"{shown(name)} is missing in {', '.join(absent)}")
             continue
         parts = [shard[name].source for shard in shards.values()]
         axis = _axis(name, parts[0].shape, dim)
@@ -245,11 +249,11 @@ def _join_shards(shards: Mapping[str, Mapping[str, pth.Tensor]], dim: int) -> tu
             sources[name] = parts[0]  # each shard has a copy
         elif any(len(part.shape) != 2 or part.shape[1 - axis] != parts[0].shape[1 - axis] for part in parts):
             shapes = " and ".join(str(list(part.shape)) for part in parts)
-            problems.append(f"{name} is {shapes}, expected matrices that differ in axis {axis} at most")
+            problems.append(f"{shown(name)} is {shapes}, expected matrices that differ in axis {axis} at most")
         else:
             sources[name] = joined(parts, axis)
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError(listed(problems))
     return sources, {tensor.dtype.name for shard in shards.values() for tensor in shard.values()}
 
 
@@ -272,7 +276,9 @@ def _missing_shards(shards: Mapping[str, Mapping[str, pth.Tensor]], dim: int) ->
     rows = next((shard[_WQ].source.shape[0] for shard in shards.values() if _WQ in shard), dim)
     numbered = [int(match[1]) + 1 for match in map(_SHARD.fullmatch, shards) if match]
     count = max([dim // rows if rows and dim % rows == 0 else 0, *numbered])
-    missing = [name for i in range(count) if (name := f"consolidated.{i:02}.pth") not in shards]
     if len(shards) >= count:
         return []
-    return [f"{', '.join(missing)} missing: found {len(shards)} of {count} shards"]
+    names = (f"consolidated.{i:02}.pth" for i in range(count))
+    first = ", ".join(itertools.islice((name for name in names if name not in shards), 8))
+    more = "" if count - len(shards) <= 8 else f" and {count - len(shards) - 8} more"
+    return [f"{first}{more} missing: found {len(shards)} of {count} shards"]

@@ -20,11 +20,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from jllama.checkpoint.build import CheckpointError, blocks
-from jllama.checkpoint.files import parse_json, shown
+from jllama.checkpoint.files import parse_json
 from jllama.checkpoint.mapped import map_file, release
 from jllama.checkpoint.source import Array, Source
+from jllama.errors import listed, shown
 
 FLOATS: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -89,7 +91,7 @@ def read(path: Path) -> dict[str, Tensor]:
     if not problems:
         problems = _misplaced(entries, size - start)
     if problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems)}")
+        raise CheckpointError(f"{path}: {listed(problems)}")
     return {name: _tensor(data, start + entry.begin, entry) for name, entry in entries.items()}
 
 
@@ -110,35 +112,37 @@ def shards(index: Path) -> dict[str, str]:
         elif not (index.parent / name).is_file():
             problems.append(f"{shown(name)} is missing")
     if problems:
-        raise CheckpointError(f"{index}: {'; '.join(problems)}")
+        raise CheckpointError(f"{index}: {listed(problems)}")
     return found
 
 
 def read_shards(index: Path) -> dict[str, Tensor]:
-    """Map the tensors of all files of an index; each must be where the index has it, and nowhere else.
+    """Map the tensors that an index lists; each must be where the index has it, and nowhere else.
 
     Raises:
       CheckpointError: as `read` and `shards` do, for all files at once.
       OSError: a file cannot be opened.
     """
-    listed = shards(index)
+    places = shards(index)
     tensors: dict[str, Tensor] = {}
     problems = []
-    for shard in sorted(set(listed.values())):
+    for shard in sorted(set(places.values())):
         try:
             found = read(index.parent / shard)
         except CheckpointError as e:
-            problems.append(str(e))
+            problems.append(str(e).removeprefix(f"{index.parent}{os.sep}"))
             continue
+        if unlisted := [name for name in found if name not in places]:
+            logging.warning("%s: left out, as the index doesn't list them: %s", index.parent / shard, listed(unlisted))
         for name in found:
-            if listed.get(name) != shard:
-                problems.append(f"{shown(name)} is in {shard}, and in the index under {shown(listed.get(name))}")
+            if (place := places.get(name, shard)) != shard:
+                problems.append(f"{shown(name)} is in {shown(shard)}, and in the index under {shown(place)}")
         problems += [
-            f"{shown(name)} is not in {shard}" for name in listed if listed[name] == shard and name not in found
+            f"{shown(name)} is not in {shown(shard)}" for name in places if places[name] == shard and name not in found
         ]
-        tensors |= found
+        tensors |= {name: tensor for name, tensor in found.items() if name in places}
     if problems:
-        raise CheckpointError(f"{index}: {'; '.join(problems)}")
+        raise CheckpointError(f"{index}: {listed(problems)}")
     return tensors
 
 

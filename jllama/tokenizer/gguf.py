@@ -1,31 +1,45 @@
 """The tokenizer inside a GGUF checkpoint.
 
-Source of the keys: docs/gguf.md in ggml-org/ggml. Source of the splits: src/llama-vocab.cpp in ggml-org/llama.cpp.
+Source of the keys: docs/gguf.md in ggml-org/ggml. Source of the splits and ends: src/llama-vocab.cpp in
+ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jllama.tokenizer import Tokenizer, TokenizerError
-from jllama.tokenizer.bpe import (
-    GPT2_SPLIT,
-    LLAMA3_SPLIT,
-    BPETokenizer,
-    Merges,
-    build,
-    byte_pieces,
-    parse_merges,
-    raise_all,
-)
-from jllama.tokenizer.sentencepiece import CONTROL, NORMAL, SPACE, SentencePieceTokenizer
-from jllama.tokenizer.sentencepiece import build as build_sentencepiece
-from jllama.tokenizer.special import LOOKS_CONTROL, LOOKS_NAME, Special
+import numpy as np
+from absl import logging
 
-_USER_DEFINED, _UNUSED = 4, 5  # kinds of tokens, beside those of SentencePiece
+from jllama import gguf_file
+from jllama.errors import quoted
+from jllama.gguf_file import GGUFError, Header
+from jllama.tokenizer import sentencepiece
+from jllama.tokenizer.base import Tokenizer, TokenizerError, raise_all
+from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT, BPETokenizer, build, parse_merges
+from jllama.tokenizer.pieces import (
+    BYTE_KIND,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    BytePieces,
+    byte_of,
+)
+from jllama.tokenizer.special import ENDS, LOOKS_CONTROL, LOOKS_NAME, Special
+
 _KEY = "tokenizer.ggml."
+_IDS = ("eos_token_id", "eot_token_id", "eom_token_id", "bos_token_id")
+# What llama.cpp ends an answer at wherever a vocabulary holds it, of whatever type.
+_MORE_ENDS = (
+    "<|end|> <|return|> <|call|> <end_of_turn> <end_of_utterance> </s> <EOT> _<EOT> [EOT] <|fim_pad|> <fim-pad> "
+    "<fim_pad> <PAD> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"
+)
+_ENDS = dict.fromkeys([*ENDS, *_MORE_ENDS.split()])
 
 
 class _Pre(NamedTuple):
@@ -62,19 +76,17 @@ _PRE = {
 
 def recognises(head: bytes) -> bool:
     """Whether a file that begins with `head` is a GGUF file."""
-    return head[:4] == b"GGUF"
+    return gguf_file.recognises(head)
 
 
-def read(path: Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint.
+def read(path: Path, header: Header | None = None) -> Tokenizer:
+    """Read the tokenizer of a checkpoint, of which `header` is the header where that is known already.
 
     Raises:
       TokenizerError: the file is damaged, or its tokenizer is of an unknown kind.
     """
-    from jllama.gguf_file import GGUFError, metadata
-
     try:
-        return from_metadata(metadata(path), path)
+        return from_metadata((header or gguf_file.read(path)).metadata, path)
     except GGUFError as e:
         raise TokenizerError(str(e)) from e
 
@@ -89,108 +101,161 @@ def from_metadata(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     Raises:
       TokenizerError: there is none, it is of an unknown kind, or a field is not what it should be.
     """
-    kinds = {"gpt2": _bpe, "llama": _sentencepiece}
+    made = {"gpt2": _bpe, "llama": _sentencepiece}
     model = metadata.get(_KEY + "model")
-    if model not in kinds:
-        raise TokenizerError(f"{path}: {_KEY}model is {model!r}; expected {' or '.join(map(repr, kinds))}")
-    _check(metadata, path)
-    return kinds[model](metadata, path)
+    if not isinstance(model, str) or model not in made:
+        raise TokenizerError(f"{path}: {_KEY}model is {quoted(model)}; expected {' or '.join(map(repr, made))}")
+    return made[model](_fields(metadata, path), path)
 
 
-def _check(metadata: Mapping[str, Any], path: Path) -> None:
-    """Raise for lists of different lengths, and for ids that are none."""
+class _Fields(NamedTuple):
+    """What the metadata say, checked.
+
+    Args:
+      tokens: their texts.
+      kinds: of the tokens; BOS and what ends an answer are control tokens even where the file forgets it.
+      scores: of the tokens, None for none.
+      bos: the id that begins a text.
+      ends: the ids that end an answer, EOS first where the file names it.
+      eos: the id that ends a text.
+      metadata: everything.
+    """
+
+    tokens: list[str]
+    kinds: list[int]
+    scores: list[float] | None
+    bos: int | None
+    ends: list[int]
+    eos: int | None
+    metadata: Mapping[str, Any]
+
+    def get(self, name: str, otherwise: Any = None) -> Any:
+        return self.metadata.get(_KEY + name, otherwise)
+
+
+def _fields(metadata: Mapping[str, Any], path: Path) -> _Fields:
     tokens = metadata.get(_KEY + "tokens")
-    if not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not all(isinstance(t, str) for t in tokens):
         raise TokenizerError(f"{path}: {_KEY}tokens is {type(tokens).__name__}; expected a list of strings")
-    problems = []
-    for name in ("token_type", "scores"):
-        found = metadata.get(_KEY + name)
-        if found is not None and (not hasattr(found, "__len__") or len(found) != len(tokens)):
-            problems.append(f"{_KEY}{name} has not the {len(tokens)} entries of {_KEY}tokens")
-    for name in ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"):
+    tokens = list(tokens)
+    problems: list[str] = []
+    kinds = _numbers(metadata, "token_type", "iu", len(tokens), problems)
+    scores = _numbers(metadata, "scores", "f", len(tokens), problems)
+    for name in _IDS:
         found = metadata.get(_KEY + name, 0)
-        if not isinstance(found, int) or not 0 <= found < len(tokens):
-            problems.append(f"{_KEY}{name} is {found!r}; expected 0 to {len(tokens) - 1}")
-    if _KEY + "eos_token_id" not in metadata:
-        problems.append(f"{_KEY}eos_token_id is missing")
+        if type(found) is not int or not 0 <= found < len(tokens):
+            if name == "bos_token_id" and type(found) is int and not metadata.get(_KEY + "add_bos_token", True):
+                logging.warning("%s: %s%s is %d, which is no token: done without", path, _KEY, name, found)
+            else:
+                problems.append(f"{_KEY}{name} is {quoted(found)}; expected 0 to {len(tokens) - 1}")
+    for name in ("add_bos_token", "add_space_prefix"):
+        if not isinstance(found := metadata.get(_KEY + name, True), bool):
+            problems.append(f"{_KEY}{name} is {quoted(found)}; expected true or false")
     raise_all(problems, path)
-
-
-def _kinds(metadata: Mapping[str, Any]) -> list[int]:
-    """The kind of every token, with BOS and EOS as control tokens even where the file forgets it."""
-    tokens = metadata[_KEY + "tokens"]
-    kinds = [int(kind) for kind in metadata.get(_KEY + "token_type", [NORMAL] * len(tokens))]
-    for i in (_bos(metadata), *_ends(metadata)):
+    eos, *others, bos = (metadata.get(_KEY + name) for name in _IDS)
+    bos = bos if bos is not None and bos < len(tokens) else None
+    ends = [i for i in (eos, *others) if i is not None]
+    kinds = [_kind(token) for token in tokens] if kinds is None else kinds
+    for i in [*ends, *([] if bos is None else [bos])]:
         kinds[i] = CONTROL if LOOKS_NAME.fullmatch(tokens[i]) else kinds[i]
-    return kinds
+    named = {token: i for i, token in enumerate(tokens) if token in _ENDS}
+    for i in named.values():
+        kinds[i] = CONTROL
+    if {"<|return|>", "<|call|>"} <= named.keys():  # of gpt-oss, where <|end|> ends but a part of an answer
+        named.pop("<|end|>", None)
+    ends += [named[token] for token in _ENDS if token in named]
+    if not ends:
+        logging.warning("%s: nothing says which token ends a text: answers go on to their limit", path)
+    return _Fields(tokens, kinds, scores, bos, list(dict.fromkeys(ends)), eos, metadata)
 
 
-def _bos(metadata: Mapping[str, Any]) -> int:
-    """The id that begins a text: the one that ends it where the file names no other."""
-    bos: int = metadata.get(_KEY + "bos_token_id", metadata[_KEY + "eos_token_id"])
-    return bos
+def _numbers(metadata: Mapping[str, Any], name: str, kinds: str, size: int, problems: list[str]) -> list[Any] | None:
+    """A list of as many numbers as there are tokens, None where there is none; `kinds` as NumPy names them."""
+    if (found := metadata.get(_KEY + name)) is None:
+        return None
+    if not isinstance(found, np.ndarray | Sequence) or isinstance(found, str) or len(found) != size:
+        problems.append(f"{_KEY}{name} has not the {size} entries of {_KEY}tokens")
+        return None
+    array = np.asarray(found)
+    if array.ndim != 1 or (array.size and (array.dtype.kind not in kinds or (kinds == "iu" and array.min() < 0))):
+        problems.append(f"{_KEY}{name} has something else than the numbers that were expected")
+        return None
+    numbers: list[Any] = array.tolist()
+    return numbers
 
 
-def _ends(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids that the file names as ends of a text, a turn or a message."""
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    return [metadata[_KEY + name] for name in names if _KEY + name in metadata]
+def _kind(token: str) -> int:
+    """The kind of a token in a file that doesn't say it."""
+    if token == "<unk>":
+        return UNKNOWN
+    byte = token.startswith("<0x") and byte_of(token.encode("utf-8", "replace")) is not None
+    return BYTE_KIND if byte else NORMAL
 
 
-def _bpe(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
-    pre = _pre(metadata, path)
-    tokens, ends = metadata[_KEY + "tokens"], _ends(metadata)
+def _bpe(fields: _Fields, path: Path) -> Tokenizer:
+    pre = _pre(fields, path)
     vocab: dict[str, int] = {}
     visible: dict[str, int] = {}
     control: dict[str, int] = {}
-    for i, (token, kind) in enumerate(zip(tokens, _kinds(metadata), strict=True)):
-        if kind == CONTROL or (kind == _USER_DEFINED and LOOKS_CONTROL.fullmatch(token)):
+    for i, (token, kind) in enumerate(zip(fields.tokens, fields.kinds, strict=True)):
+        if kind == CONTROL or (kind == USER_DEFINED and LOOKS_CONTROL.fullmatch(token)):
             control[token] = i
-        elif kind != _UNUSED:
+        elif kind != UNUSED:
             vocab[token] = i
-            if kind == _USER_DEFINED:
+            if kind == USER_DEFINED:
                 visible[token] = i
-    library = build(
-        vocab, _merges(metadata, path), path, splits=pre.splits, visible=visible, ignore_merges=pre.ignore_merges
-    )
-    special = Special(control)
-    pieces = byte_pieces(vocab, visible, control)
+    merges = fields.get("merges", ())
+    if not isinstance(merges, Sequence) or isinstance(merges, str) or not all(isinstance(m, str) for m in merges):
+        raise TokenizerError(f"{path}: {_KEY}merges is {type(merges).__name__}; expected a list of strings")
+    pairs = parse_merges(merges, path, f"{_KEY}merges: entry")
+    pieces = BytePieces(vocab, visible | control, len(fields.tokens))
+    add_bos = fields.get("add_bos_token", pre.add_bos)
     return BPETokenizer(
-        library,
-        pieces + [(b"", b"")] * (len(tokens) - len(pieces)),
-        bos=_bos(metadata),
-        eos=ends[0],
-        special=special,
-        add_bos=bool(metadata.get(_KEY + "add_bos_token", pre.add_bos)),
-        stop_ids=special.stop_ids(*ends),
+        build(vocab, pairs, path, splits=pre.splits, visible=visible, ignore_merges=pre.ignore_merges),
+        pieces,
+        missing=pieces.missing,
+        bos=fields.bos,
+        eos=fields.eos,
+        special=Special(control),
+        prefix=_prefix(fields, add_bos),
+        stop_ids=tuple(fields.ends),
+        unused=pieces.unused,
     )
 
 
-def _pre(metadata: Mapping[str, Any], path: Path) -> _Pre:
+def _prefix(fields: _Fields, add_bos: bool) -> tuple[int, ...]:
+    """What a text begins with: EOS where BOS is wanted and the file names none."""
+    begin = fields.eos if fields.bos is None else fields.bos
+    return (begin,) if add_bos and begin is not None else ()
+
+
+def _pre(fields: _Fields, path: Path) -> _Pre:
     """How text is split. GPT-2's own files came before the key did."""
-    name = metadata.get(_KEY + "pre", "gpt-2" if metadata.get("general.architecture") == "gpt2" else None)
-    if name not in _PRE:
-        raise TokenizerError(f"{path}: {_KEY}pre is {name!r}; expected one of {', '.join(_PRE)}")
+    name = fields.get("pre", "gpt-2" if fields.metadata.get("general.architecture") == "gpt2" else None)
+    if not isinstance(name, str) or name not in _PRE:
+        raise TokenizerError(f"{path}: {_KEY}pre is {quoted(name)}; expected one of {', '.join(_PRE)}")
     return _PRE[name]
 
 
-def _merges(metadata: Mapping[str, Any], path: Path) -> Merges:
-    given = metadata.get(_KEY + "merges", ())
-    return parse_merges(((f"{_KEY}merges: entry {i}", merge) for i, merge in enumerate(given)), path)
-
-
-def _sentencepiece(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
-    if _KEY + "scores" not in metadata:
-        raise TokenizerError(f"{path}: {_KEY}scores is missing")
-    ends = _ends(metadata)
+def _sentencepiece(fields: _Fields, path: Path) -> Tokenizer:
     # With plain spaces a U+2581 in a text stays itself.
-    pieces = [t.replace(SPACE, " ").encode("utf-8", "surrogateescape") for t in metadata[_KEY + "tokens"]]
-    scores = [float(score) for score in metadata[_KEY + "scores"]]
-    prefix = bool(metadata.get(_KEY + "add_space_prefix", True))
-    return SentencePieceTokenizer(
-        build_sentencepiece(pieces, scores, _kinds(metadata), path, prefix=prefix),
-        bos=_bos(metadata),
-        eos=ends[0],
-        add_bos=bool(metadata.get(_KEY + "add_bos_token", True)),
-        stop_ids=tuple(ends),
+    pieces = [token.replace(SPACE, " ").encode("utf-8", "surrogateescape") for token in fields.tokens]
+    # The library would let any text become a user-defined token.
+    kinds = [
+        CONTROL if kind == USER_DEFINED and sentencepiece.looks_control(piece) else kind
+        for piece, kind in zip(pieces, fields.kinds, strict=True)
+    ]
+    scores = fields.scores
+    if scores is None:
+        logging.warning("%s: no %sscores: the first pair in a text is joined first, as by llama.cpp", path, _KEY)
+        scores = [0.0] * len(pieces)
+    sp = sentencepiece.build(pieces, scores, kinds, path, prefix=fields.get("add_space_prefix", True))
+    return sentencepiece.SentencePieceTokenizer(
+        sp,
+        pieces,
+        kinds,
+        bos=fields.bos,
+        eos=fields.eos,
+        prefix=_prefix(fields, fields.get("add_bos_token", True)),
+        stop_ids=tuple(dict.fromkeys(i for i in (fields.bos, *fields.ends) if i is not None)),
     )

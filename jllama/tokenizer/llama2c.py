@@ -13,8 +13,9 @@ from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 
-from jllama.tokenizer import Tokenizer, TokenizerError
-from jllama.tokenizer.sentencepiece import BYTE, BYTE_KIND, CONTROL, NORMAL, UNKNOWN, build, encode
+from jllama.tokenizer.base import Tokenizer, TokenizerError
+from jllama.tokenizer.pieces import BYTE_KIND, CONTROL, NORMAL, UNKNOWN, byte_of
+from jllama.tokenizer.sentencepiece import build, encode
 from jllama.tokenizer.special import Special
 
 _UNK = b"<unk>"  # token 0 of every file, so it tells the layouts apart
@@ -42,7 +43,7 @@ def read(path: Path) -> Tokenizer:
     if not scores:
         return Llama2cTokenizer(pieces, None, path)
     special = {0: UNKNOWN, _BOS: CONTROL, _EOS: CONTROL}
-    kinds = [special.get(i, BYTE_KIND if BYTE.fullmatch(p) else NORMAL) for i, p in enumerate(pieces)]
+    kinds = [special.get(i, NORMAL if byte_of(p) is None else BYTE_KIND) for i, p in enumerate(pieces)]
     return Llama2cTokenizer(pieces, build(pieces, scores, kinds, path), path)
 
 
@@ -74,8 +75,7 @@ class Llama2cTokenizer(Tokenizer):
 
 def _bytes(piece: bytes) -> tuple[bytes, bytes]:
     """The bytes of a piece, inside a text and at its start."""
-    if match := BYTE.fullmatch(piece):
-        byte = bytes([int(match[1], 16)])
+    if byte := byte_of(piece):
         return byte, byte
     return piece, piece.removeprefix(b" ")
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, Unpack
 
+import numpy as np
 from sentencepiece import SentencePieceProcessor
 
-from jllama.tokenizer import Tokenizer, TokenizerError, utf8
-from jllama.tokenizer.special import Special
-
-SPACE = "\u2581"  # stands for a space inside pieces
-BYTE = re.compile(rb"<0x([0-9A-F]{2})>")  # the piece of a byte
-NORMAL, UNKNOWN, CONTROL, BYTE_KIND = 1, 2, 3, 6  # kinds of pieces: SentencePiece.Type in its .proto
+from jllama.errors import quoted
+from jllama.tokenizer import proto
+from jllama.tokenizer.base import Ids, Tokenizer, TokenizerError, raise_all, valid
+from jllama.tokenizer.beside import Beside
+from jllama.tokenizer.pieces import BYTE_KIND, CONTROL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, SpacedPieces, byte_of
+from jllama.tokenizer.special import LOOKS_CONTROL, Special
 
 
 def recognises(head: bytes) -> bool:
@@ -24,58 +24,129 @@ def recognises(head: bytes) -> bool:
 
 
 def read(path: Path) -> Tokenizer:
-    """Read a `tokenizer.model`.
+    """Read a `tokenizer.model`, with what the files beside it say: added tokens, BOS, and what ends a text.
 
     Raises:
-      TokenizerError: the file is damaged, or has no BOS and EOS.
+      TokenizerError: the file is damaged, or doesn't fit those beside it.
     """
-    sp = processor(path.read_bytes(), path)
-    bos, eos = sp.bos_id(), sp.eos_id()
-    if min(bos, eos) < 0:
-        raise TokenizerError(f"{path}: BOS is {bos} and EOS is {eos}; expected a model that has both")
-    return SentencePieceTokenizer(sp, bos=bos, eos=eos)
+    data = path.read_bytes()
+    model = proto.parse(data, path)
+    # The library would let any text become a token of this kind.
+    forged = [i for i, kind in enumerate(model.kinds) if kind == USER_DEFINED and looks_control(model.pieces[i])]
+    sp = processor(proto.with_kind(data, model, forged, CONTROL) if forged else data, path)
+    kinds = list(model.kinds)
+    for i in forged:
+        kinds[i] = CONTROL
+    texts = [piece.decode(errors="replace") for piece in model.pieces]
+    beside = Beside(path.parent)
+    added = _Added.of(beside, texts, path)
+    names = {text: i for i, text in enumerate(texts)} | {**added.control, **added.visible}
+    bos = next((i for i in (*beside.ids("bos", names), sp.bos_id()) if i >= 0), None)
+    own = [sp.eos_id()] if sp.eos_id() >= 0 else []
+    ends = beside.ends(names, own)
+    space = SPACE.encode()
+    spaced = [piece.replace(space, b" ") for piece in model.pieces]
+    return SentencePieceTokenizer(
+        sp,
+        spaced,
+        kinds,
+        added,
+        bos=bos,
+        eos=ends[0] if ends else None,
+        prefix=() if bos is None or beside.add_bos is False else (bos,),
+        bos_token=beside.bos_token,
+        stop_ids=tuple(dict.fromkeys(i for i in (bos, *ends, *own) if i is not None)),
+        padded=True,
+    )
+
+
+def looks_control(piece: bytes) -> bool:
+    """Whether a piece is written like a control token."""
+    return LOOKS_CONTROL.fullmatch(piece.decode(errors="replace")) is not None
+
+
+class _Added(NamedTuple):
+    """Tokens that files beside a model add to it."""
+
+    control: Mapping[str, int] = {}
+    visible: Mapping[str, int] = {}
+
+    @classmethod
+    def of(cls, beside: Beside, pieces: Sequence[str], path: Path) -> _Added:
+        """Return those that `pieces` doesn't hold.
+
+        Raises:
+          TokenizerError: one stands for an id that another token has.
+        """
+        control, visible, problems = {}, {}, []
+        for i, token in beside.added().items():
+            text = token["content"]
+            if i < len(pieces):
+                if pieces[i] != text:
+                    problems.append(f"token {i} is {quoted(pieces[i])}, and {quoted(text)} in the files beside it")
+            elif token.get("special") or LOOKS_CONTROL.fullmatch(text):
+                control[text] = i
+            else:
+                visible[text] = i
+        raise_all(problems, path)
+        return cls(control, visible)
+
+
+_NONE = _Added()
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. Control pieces have no bytes, and the first other token of a text loses one space."""
+    """A SentencePiece model. Control pieces have no bytes, and the first other token of a text loses one space.
+
+    Args:
+      sp: the library's processor.
+      texts: of its pieces, with plain spaces.
+      kinds: of its pieces.
+      added: tokens that it doesn't know.
+      **ids: as `Tokenizer` has them, without `special`.
+    """
 
     def __init__(
-        self, sp: SentencePieceProcessor, *, bos: int, eos: int, add_bos: bool = True, stop_ids: tuple[int, ...] = ()
+        self,
+        sp: SentencePieceProcessor,
+        texts: Sequence[bytes],
+        kinds: Sequence[int],
+        added: _Added = _NONE,
+        **ids: Unpack[Ids],
     ) -> None:
         self._sp = sp
-        self._control = frozenset(i for i in range(sp.vocab_size()) if sp.is_control(i))
-        special = Special({sp.id_to_piece(i): i for i in self._control})
-        stops = special.stop_ids(bos, eos, *stop_ids)
-        super().__init__(_pieces(sp), bos=bos, eos=eos, special=special, add_bos=add_bos, stop_ids=stops)
+        control = {texts[i].decode(errors="replace"): i for i, kind in enumerate(kinds) if kind == CONTROL}
+        special = Special({**control, **added.control})
+        gap = max([len(texts) - 1, *added.control.values(), *added.visible.values()]) + 1 - len(texts)
+        texts, kinds = [*texts, *[b""] * gap], [*kinds, *[UNUSED] * gap]
+        for text, i in [*added.control.items(), *added.visible.items()]:
+            texts[i], kinds[i] = text.encode(), CONTROL if text in added.control else USER_DEFINED
+        for i, kind in enumerate(kinds[: len(kinds) - gap]):
+            if kind == UNKNOWN:
+                texts[i] = str(sp.decode([i])).encode()
+        prefix = sp.normalize("a").startswith((SPACE, " "))
+        plain = frozenset(added.visible.values())
+        ids["special"], ids["stop_ids"] = special, special.stop_ids(*ids.get("stop_ids", ()))
+        ids["unused"] = [i for i, kind in enumerate(kinds) if kind == UNUSED]
+        super().__init__(SpacedPieces(texts, kinds, prefix=prefix, plain=plain), **ids)
+        self._control = frozenset(i for i, kind in enumerate(kinds) if kind == CONTROL)
+        self._added = Special(added.visible) if added.visible else None
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, as the library does."""
-        return encode(self._sp, text)
+        """Return the ids of `text`, as the library does; added tokens are found first."""
+        if self._added is None:
+            return encode(self._sp, text)
+        ids: list[int] = []
+        for part in self._added.split(valid(text)):
+            ids += [part] if isinstance(part, int) else encode(self._sp, part)
+        return ids
 
     def first_after(self, token: int, *, first: bool) -> bool:
         """Whether only control pieces came so far."""
         return first and token in self._control
 
 
-def _pieces(sp: SentencePieceProcessor) -> list[tuple[bytes, bytes]]:
-    """The bytes of every id, inside a text and at its start."""
-    prefix = b" " if sp.normalize("a").startswith((SPACE, " ")) else b""
-    pieces = []
-    for i in range(sp.vocab_size()):
-        if sp.is_control(i):
-            piece = start = b""
-        elif sp.is_byte(i):
-            piece = start = bytes([int(sp.id_to_piece(i)[3:5], 16)])  # <0xNN>
-        elif sp.is_unknown(i):
-            piece = start = str(sp.decode([i])).encode()
-        else:
-            piece = sp.id_to_piece(i).replace(SPACE, " ").encode()
-            start = piece.removeprefix(prefix)
-        pieces.append((piece, start))
-    return pieces
-
-
-def processor(model: bytes, path: Path) -> SentencePieceProcessor:
+def processor(model: bytes, path: object) -> SentencePieceProcessor:
     """Make the library's processor of a serialised `ModelProto`.
 
     Raises:
@@ -85,8 +156,7 @@ def processor(model: bytes, path: Path) -> SentencePieceProcessor:
     try:
         sp.LoadFromSerializedProto(model)
     except RuntimeError as e:
-        size = len(model)
-        raise TokenizerError(f"{path}: damaged or cut short: sentencepiece refuses its {size} bytes: {e}") from e
+        raise TokenizerError(f"{path}: damaged or cut short: sentencepiece refuses its {len(model)} bytes: {e}") from e
     return sp
 
 
@@ -96,16 +166,14 @@ def encode(sp: SentencePieceProcessor, text: str) -> list[int]:
     Raises:
       TokenizerError: `text` holds a lone surrogate, which no UTF-8 can express.
     """
-    ids: list[int] = sp.encode(utf8(text), out_type=int)
+    ids: list[int] = sp.encode(valid(text).encode(), out_type=int)
     return ids
 
 
 def build(
-    pieces: Sequence[bytes], scores: Sequence[float], kinds: Sequence[int], path: Path, *, prefix: bool = True
+    pieces: Sequence[bytes], scores: Sequence[float], kinds: Sequence[int], path: object, *, prefix: bool = True
 ) -> SentencePieceProcessor:
     """Make the library's processor of pieces that were exported from a BPE model, with plain spaces.
-
-    Field numbers and values are those of google/sentencepiece, src/sentencepiece_model.proto.
 
     Args:
       pieces: their texts.
@@ -117,54 +185,34 @@ def build(
     Raises:
       TokenizerError: pieces that make no tokenizer.
     """
-    _check(pieces, scores, path)
+    raise_all([*_problems(pieces, scores)], path)
     # The library takes byte pieces only with byte fallback, and that only with all of them.
-    byte_fallback = sum(1 for p, kind in zip(pieces, kinds, strict=True) if kind == BYTE_KIND and BYTE.match(p)) == 256
-    fields = []
-    for piece, score, kind in zip(pieces, scores, kinds, strict=True):
-        kind = CONTROL if kind == BYTE_KIND and not byte_fallback else kind
-        fields.append(_field(1, _field(1, piece) + _field(2, score) + _field(3, kind)))  # pieces: piece, score, type
-    bpe = 2
-    trainer = _field(3, bpe) + _field(35, byte_fallback)  # model_type, byte_fallback
-    # name, add_dummy_prefix, remove_extra_whitespaces, escape_whitespaces: these pieces hold plain spaces
-    normalizer = _field(1, b"identity") + _field(3, prefix) + _field(4, False) + _field(5, False)
-    return processor(b"".join(fields) + _field(2, trainer) + _field(3, normalizer), path)
+    byte_fallback = (
+        sum(kind == BYTE_KIND and byte_of(p) is not None for p, kind in zip(pieces, kinds, strict=True)) == 256
+    )
+    if not byte_fallback:
+        kinds = [CONTROL if kind == BYTE_KIND else kind for kind in kinds]
+    return processor(proto.model(pieces, scores, kinds, byte_fallback=byte_fallback, prefix=prefix), path)
 
 
-def _check(pieces: Sequence[bytes], scores: Sequence[float], path: Path) -> None:
-    """Raise `TokenizerError` for tokens that the sentencepiece library refuses or passes over in silence."""
-    seen: dict[bytes, int] = {}
-    for i, (piece, score) in enumerate(zip(pieces, scores, strict=True)):
-        where = f"{path}: token {i} ({piece!r})"
-        if not math.isfinite(score):
-            raise TokenizerError(f"{where} has score {score}; expected a finite number")
-        if b"\0" in piece or not _is_utf8(piece):
-            raise TokenizerError(f"{where}; expected UTF-8 text without NUL")
-        if (twin := seen.setdefault(piece, i)) != i:
-            raise TokenizerError(f"{where} is the same as token {twin}; expected each text once")
+def _problems(pieces: Sequence[bytes], scores: Sequence[float]) -> Iterator[str]:
+    """What the sentencepiece library refuses without a name, or passes over in silence."""
+    if not np.isfinite(np.asarray(scores, np.float64)).all() or len(set(pieces)) < len(pieces) or not _plain(pieces):
+        seen: dict[bytes, int] = {}
+        for i, (piece, score) in enumerate(zip(pieces, scores, strict=True)):
+            if not math.isfinite(score):
+                yield f"token {i} ({quoted(piece)}) has score {score}; expected a finite number"
+            if not _plain([piece]):
+                yield f"token {i} ({quoted(piece)}); expected UTF-8 text without NUL"
+            if (twin := seen.setdefault(piece, i)) != i:
+                yield f"token {i} ({quoted(piece)}) is the same as token {twin}; expected each text once"
 
 
-def _is_utf8(piece: bytes) -> bool:
+def _plain(pieces: Sequence[bytes]) -> bool:
+    """Whether all pieces are UTF-8 without NUL."""
+    joined = b"\0".join(pieces)
     try:
-        piece.decode()
+        joined.decode()
     except UnicodeDecodeError:
         return False
-    return True
-
-
-def _field(number: int, value: float | bytes) -> bytes:
-    """One field of a protobuf message: an int or bool as varint, a float in 4 bytes, bytes after their length."""
-    if isinstance(value, bytes):
-        return _varint(number << 3 | 2) + _varint(len(value)) + value
-    if isinstance(value, float):
-        return _varint(number << 3 | 5) + struct.pack("<f", value)
-    return _varint(number << 3) + _varint(value)
-
-
-def _varint(n: int) -> bytes:
-    """Seven bits a byte, the lowest first; the top bit says that more follow."""
-    out = b""
-    while n > 0x7F:
-        out += bytes([n & 0x7F | 0x80])
-        n >>= 7
-    return out + bytes([n])
+    return joined.count(b"\0") == max(0, len(pieces) - 1)

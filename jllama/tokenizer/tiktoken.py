@@ -7,16 +7,18 @@ llama3/tokenizer.py in meta-llama/llama-models.
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from pathlib import Path
 
-from jllama.tokenizer import Tokenizer, TokenizerError
-from jllama.tokenizer.bpe import LLAMA3_SPLIT, BPETokenizer, Merges, alphabet, build, byte_pieces, raise_all
+from jllama.errors import quoted
+from jllama.tokenizer.base import Tokenizer, TokenizerError, raise_all
+from jllama.tokenizer.bpe import LLAMA3_SPLIT, BPETokenizer, Merges, build
+from jllama.tokenizer.pieces import BytePieces, alphabet
 from jllama.tokenizer.special import Special
 
 _LINE = re.compile(rb"([A-Za-z0-9+/]+=*) (\d+)")
 _N_TOKENS = 128_000
+_LONGEST = 1000  # bytes of a token: they are tried in all parts, and Llama 3's longest has 128
 _N_CONTROL = 256  # they follow the tokens of the file
 _CONTROL = {
     0: "<|begin_of_text|>",
@@ -50,13 +52,14 @@ def read(path: Path) -> Tokenizer:
     reserved = (f"<|reserved_special_token_{n}|>" for n in range(_N_CONTROL))
     special = Special({_CONTROL.get(i) or next(reserved): len(tokens) + i for i in range(_N_CONTROL)})
     bos, eos = len(tokens), len(tokens) + 1
+    pieces = BytePieces(vocab, special.ids)
     return BPETokenizer(
         library,
-        byte_pieces(vocab, {}, special.ids),
+        pieces,
+        missing=pieces.missing,
         bos=bos,
         eos=eos,
         special=special,
-        add_bos=True,
         stop_ids=special.stop_ids(eos),
     )
 
@@ -67,14 +70,17 @@ def _parse(path: Path) -> list[bytes]:
     problems = []
     for number, line in enumerate(path.read_bytes().splitlines()):
         if not (match := _LINE.fullmatch(line)):
-            problems.append(f"line {number + 1} is {line[:40]!r}, expected base64 and a number")
+            problems.append(f"line {number + 1} is {quoted(line)}, expected base64 and a number")
             continue
-        if int(match[2]) != number:
-            problems.append(f"line {number + 1} has the id {int(match[2])}, expected {number}")
+        if match[2] != b"%d" % number:
+            problems.append(f"line {number + 1} has the id {quoted(match[2].decode())}, expected {number}")
         try:
             tokens.append(base64.b64decode(match[1], validate=True))
-        except binascii.Error as e:
-            problems.append(f"line {number + 1} has {match[1][:40]!r}, expected base64: {e}")
+        except ValueError as e:
+            problems.append(f"line {number + 1} has {quoted(match[1])}, expected base64: {e}")
+            continue
+        if len(tokens[-1]) > _LONGEST:
+            problems.append(f"line {number + 1} has a token of {len(tokens[-1])} bytes, expected {_LONGEST} at most")
     raise_all(problems, path)
     if len(tokens) != _N_TOKENS:
         raise TokenizerError(f"{path}: {len(tokens)} tokens in tiktoken's format; expected Llama 3's, {_N_TOKENS}")

@@ -50,7 +50,8 @@ class Plain(Weight):
 
     @classmethod
     def encode(cls, block: Array, dtype: str) -> Plain:
-        return cls(block.astype(jnp.dtype(dtype), copy=False))  # type: ignore[arg-type]
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity stay, and show in the logits
+            return cls(block.astype(jnp.dtype(dtype), copy=False))  # type: ignore[arg-type]
 
     def columns(self, wanted: slice) -> Plain:
         return Plain(self.values[..., wanted])
