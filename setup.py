@@ -20,7 +20,8 @@ X86 = {
     "avx512_bf16.cc": [*AVX512, "-mavx512bf16"],
 }
 ARM = {"neon.cc": [], "neon_dotprod.cc": ["-march=armv8.2-a+dotprod"]}
-SOURCES = COMMON | {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine(), {})
+MACHINES = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}
+SOURCES = COMMON | MACHINES.get(platform.machine(), {})
 
 
 def source() -> str:
