@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from jllama import rope
 from jllama.errors import InputError, listed, quoted
 
 _LARGEST = 2**31 - 2**20  # of a size: positions are int32, and padded
@@ -24,35 +25,6 @@ def _is_positive(x: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies (`rope_type: llama3` in Hugging Face's files).
-
-    Wavelengths over `original_max_seq_len / low_freq_factor` are divided by `factor`, those under
-    `original_max_seq_len / high_freq_factor` are kept, and the ones between are blended.
-    Source: `apply_scaling` in meta-llama/llama-models, models/llama3/model.py.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_seq_len: int
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"rope_scaling.{name} = {value!r}: expected a positive number"
-            for name, value in dataclasses.asdict(self).items()
-            if not _is_positive(value)
-        ]
-        if not problems and self.low_freq_factor >= self.high_freq_factor:
-            problems.append(
-                f"rope_scaling.low_freq_factor = {self.low_freq_factor}: "
-                f"expected less than high_freq_factor = {self.high_freq_factor}"
-            )
-        if problems:
-            raise ConfigError(listed(problems))
-
-
-@dataclasses.dataclass(frozen=True)
 class Config:
     """The sizes and switches of a model; frozen and hashable, so that it can be static under `jax.jit`.
 
@@ -69,7 +41,8 @@ class Config:
       head_dim: width H of a head; 0 stands for `dim / n_heads`.
       norm_eps: epsilon of the norms.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: how the rotary frequencies are stretched, None where they are not.
+      rotary_dim: how many numbers of each head are rotated, from its first on; 0 stands for all.
+      rope_scaling: how the rotary frequencies are stretched (a formula of `rope`), None where they are not.
       sliding_window: how many tokens, itself included, a token attends to; None: all before it.
       norm: "rms" or "layer", which also takes off the mean.
       position: "rope", rotary, or "learned", a table of `max_seq_len` rows added to the embedding.
@@ -93,7 +66,8 @@ class Config:
     head_dim: int = 0
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rotary_dim: int = 0
+    rope_scaling: rope.RopeScaling | None = None
     sliding_window: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     position: Literal["rope", "learned"] = "rope"
@@ -109,6 +83,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.head_dim == 0 and _is_size(self.dim) and _is_size(self.n_heads) and self.dim % self.n_heads == 0:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+        if self.rotary_dim == self.head_dim:
+            object.__setattr__(self, "rotary_dim", 0)
         if problems := self._problems():
             raise ConfigError(listed(problems))
 
@@ -128,11 +104,23 @@ class Config:
                 problems.append(
                     f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}; expected a head_dim then"
                 )
-            elif not _is_size(self.head_dim) or (self.position == "rope" and self.head_dim % 2):
-                problems.append(f"head_dim = {self.head_dim!r}: rotary pairs need an even number of 2 or more")
+            elif not _is_size(self.head_dim):
+                problems.append(f"head_dim = {self.head_dim!r}: expected 1 or more")
+            elif self.position == "rope" and not self._rotates():
+                name = "rotary_dim" if self.rotary_dim else "head_dim"
+                problems.append(
+                    f"{name} = {getattr(self, name)!r}: rotary pairs need an even number of 2 to {self.head_dim}"
+                )
         for name in ("norm_eps", "rope_theta"):
             if not _is_positive(value := getattr(self, name)):
                 problems.append(f"{name} = {value!r}: expected a positive number")
+        if self.rope_scaling is not None:
+            problems += self.rope_scaling.problems()
+            if isinstance(self.rope_scaling, rope.Yarn) and self.rope_theta == 1:
+                problems.append("rope_theta = 1: YaRN's formula has no pairs to tell apart then")
+        if not problems and isinstance(self.rope_scaling, rope.Divided):
+            found, expected = len(self.rope_scaling.divisors), self.rotated_dim // 2
+            problems += [f"rope_scaling has {found} divisors, expected {expected}"] if found != expected else []
         for name, kind in get_type_hints(Config).items():
             value, choices = getattr(self, name), get_args(kind)
             if kind is bool and not isinstance(value, bool):
@@ -140,6 +128,14 @@ class Config:
             elif choices and isinstance(choices[0], str) and value not in choices:
                 problems.append(f"{name} = {value!r}: expected {' or '.join(choices)}")
         return problems
+
+    def _rotates(self) -> bool:
+        return _is_size(self.rotated_dim) and self.rotated_dim <= self.head_dim and self.rotated_dim % 2 == 0
+
+    @property
+    def rotated_dim(self) -> int:
+        """How many numbers of each head are rotated, R."""
+        return self.rotary_dim or self.head_dim
 
     @property
     def q_dim(self) -> int:
@@ -173,11 +169,15 @@ def from_toml(path: str | Path) -> Config:
         if len(text) > _LONGEST:
             raise ValueError(f"{len(text)} characters, expected at most {_LONGEST}")
         fields: dict[str, Any] = tomllib.loads(text)
-    except (OSError, ValueError, RecursionError) as e:  # of UTF-8, of TOML, of numbers of thousands of digits
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
     try:
         if "rope_scaling" in fields:
-            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+            table = dict(fields["rope_scaling"])
+            kind = str(table.pop("type", "llama3"))
+            if kind not in rope.FORMULAS:
+                raise ConfigError(f"rope_scaling.type = {kind!r}: expected {' or '.join(rope.FORMULAS)}")
+            fields["rope_scaling"] = rope.FORMULAS[kind](**table)
         return Config(**fields)
     except TypeError as e:
         raise ConfigError(f"{path}: {str(e).replace('.__init__()', '')}") from e

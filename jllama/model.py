@@ -90,7 +90,7 @@ class _Tokens(NamedTuple):
     """Where the new tokens of a forward pass stand."""
 
     positions: jax.Array  # int32 [B, T]
-    rotation: jax.Array | None  # [B, T, H/2, 2], cosine and sine, where positions are rotary
+    rotation: jax.Array | None  # [B, T, R/2, 2], cosine and sine, where positions are rotary
 
 
 def init_cache(params: Params, batch: int, length: int) -> Cache:
@@ -309,28 +309,28 @@ def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:
 
 
 def rotary(config: Config, positions: jax.Array) -> jax.Array:
-    """Compute the rotation of each pair at `positions [B, T]`: `[B, T, H/2, 2]`, cosine and sine.
+    """Compute the rotation of each pair at `positions [B, T]`: `[B, T, R/2, 2]`, cosine and sine.
 
     Source: Su, RoFormer, arXiv 2104.09864; pairs of neighbours, as in Meta's files.
     """
     angles = positions.astype(jnp.float32)[..., None] * rotary_frequencies(config)[None, None]
-    return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    rotation = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    return rotation if config.rope_scaling is None else rotation * config.rope_scaling.magnitude
 
 
 def rotary_frequencies(config: Config) -> np.ndarray:
-    """Compute the angle by which each of the H/2 pairs turns a position, float32, from float64."""
-    frequency = config.rope_theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
-    if (scaling := config.rope_scaling) is not None:
-        turns = scaling.original_max_seq_len * frequency / (2 * np.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequency = frequency * (keep + (1.0 - keep) / scaling.factor)
-    return frequency.astype(np.float32)
+    """Compute the angle by which each of the R/2 pairs turns a position, float32, from float64."""
+    frequencies = config.rope_theta ** -(np.arange(0, config.rotated_dim, 2, dtype=np.float64) / config.rotated_dim)
+    if config.rope_scaling is not None:
+        frequencies = config.rope_scaling.stretch(frequencies, config.rope_theta)
+    return frequencies.astype(np.float32)
 
 
 def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
-    """Rotate the neighbouring pairs of `x [..., H]` by `rotation [..., H/2, 2]`."""
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    """Rotate the first R numbers of `x [..., H]`, pairs of neighbours, by `rotation [..., R/2, 2]`."""
+    r = 2 * rotation.shape[-2]
+    pairs = x[..., :r].reshape(*x.shape[:-1], -1, 2)
     cos, sin = rotation[..., 0], rotation[..., 1]
     even, odd = pairs[..., 0], pairs[..., 1]
-    return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
+    rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(*x.shape[:-1], r)
+    return rotated if r == x.shape[-1] else jnp.concatenate([rotated, x[..., r:]], axis=-1)

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from jllama import checkpoint
 from jllama.checkpoint import CheckpointError, build, llama2c, safetensors
-from jllama.config import Config, ConfigError, RopeScaling, from_toml
+from jllama.config import Config, ConfigError, from_toml
 from jllama.model import Params
+from jllama.rope import Llama3
 from jllama.tensors import fitted
 from jllama.weights import Int8, Plain, Weight
 from jllama.weights.int8 import quantize
@@ -242,7 +243,7 @@ def test_other_dtypes_are_widened(tmp_path: Path) -> None:
         ({"head_dim": 8}, ["head_dim = 8"]),
         ({"norm_eps": 1e-6}, ["norm_eps = 1e-06"]),
         ({"rope_theta": 500000.0}, ["rope_theta = 500000.0"]),
-        ({"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64), "norm_eps": 1e-6}, ["rope_scaling", "norm_eps"]),
+        ({"rope_scaling": Llama3(8.0, 1.0, 4.0, 64), "norm_eps": 1e-6}, ["rope_scaling", "norm_eps"]),
     ],
 )
 def test_what_a_file_cannot_hold_is_refused(

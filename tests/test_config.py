@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jllama.checkpoint import llama2c
-from jllama.config import Config, ConfigError, RopeScaling, from_toml
+from jllama.config import Config, ConfigError, from_toml
+from jllama.rope import Llama3
 from jllama.tensors import tensors
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -50,7 +51,7 @@ def test_first_line_names_the_source(path: Path) -> None:
 def test_rope_scaling_is_read() -> None:
     config = from_toml(CONFIGS / "llama3.2_1b.toml")
     assert config.tied
-    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert config.rope_scaling == Llama3(32.0, 1.0, 4.0, 8192)
     assert config.rope_theta == 500000.0
 
 

@@ -24,12 +24,16 @@ from gguf_writer import CONFIG, F32, HF_NAMES, KEYS, Q4_0, Q4_1, Q8_0, gguf_byte
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jllama import LLM, chat, checkpoint, gguf_file, tokenizer
-from jllama.checkpoint import CheckpointError, build, gguf, hub
-from jllama.config import Config, RopeScaling
+from jllama import LLM, chat, checkpoint, gguf_file, rope, tokenizer
+from jllama.checkpoint import CheckpointError, build, gguf, hub, mapped
+from jllama.config import Config
 from jllama.decode import Stop, generate
 from jllama.gguf_file import GGUFError
+from jllama.model import rotary_frequencies
+from jllama.rope import Llama3
 from jllama.tokenizer import TokenizerError
+
+HEAD_COUNTS = ("head_count", "head_count_kv")
 
 
 def arrays(path: Path) -> oracle.Weights:
@@ -238,19 +242,79 @@ def test_divisors_are_recognised(head_dim: int, theta: float, factor: float, ori
     assert stretched.rope_scaling is not None
     assert (stretched.rope_scaling.factor, stretched.rope_scaling.low_freq_factor) == (factor, 1.0)
     if head_dim != 16:  # few frequencies leave room for more than one length
-        assert stretched.rope_scaling == RopeScaling(factor, 1.0, 4.0, original)
+        assert stretched.rope_scaling == Llama3(factor, 1.0, 4.0, original)
     np.testing.assert_allclose(oracle.frequencies(stretched), oracle.frequencies(config) / divisors, rtol=1e-5)
-    for wrong in (divisors * np.where(divisors > 1, 1.001, 1), divisors[:-1], 1 / divisors, divisors[::-1]):
-        with pytest.raises(ValueError, match=r"divisors|factor"):
-            gguf._stretched(config, wrong.astype(np.float32))
+    near = divisors * np.where(divisors > 1, 1.001, 1).astype(np.float32)
+    assert gguf._stretched(config, near).rope_scaling == rope.Divided(tuple(near.tolist()))
+    for wrong in (divisors[:-1], -divisors):
+        with pytest.raises(ValueError, match=r"rope_freqs\.weight: .*divisors"):
+            gguf._stretched(config, wrong)
 
 
-@pytest.mark.parametrize("divisors", [[1, 2.5, 1, 1], [1, 1, 1], [1, 2, 1, np.nan], [0, 0, 0, 0], [1, 1, 1, np.inf]])
-def test_other_divisors_are_refused(tmp_path: Path, divisors: list[float]) -> None:
+def with_divisors(path: Path, divisors: list[float], keys: dict[str, Any] | None = None) -> Path:
     tensors = {n: plain(a) for n, a in renamed(oracle.random_weights(CONFIG, tied=True)).items()}
-    path = tmp_path / "m.gguf"
-    path.write_bytes(gguf_bytes(KEYS, tensors | {"rope_freqs.weight": plain(np.array(divisors, np.float32))}))
-    assert "rope_freqs.weight" in message(path)
+    tensors["rope_freqs.weight"] = plain(np.array(divisors, np.float32))
+    path.write_bytes(gguf_bytes(KEYS | (keys or {}), tensors))
+    return path
+
+
+@pytest.mark.parametrize("divisors", [[1, 1, 1], [1, 2, 1, np.nan], [0, 0, 0, 0], [1, 1, 1, np.inf]])
+def test_divisors_that_make_no_sense_are_refused(tmp_path: Path, divisors: list[float]) -> None:
+    assert "rope_freqs.weight" in message(with_divisors(tmp_path / "m.gguf", divisors))
+
+
+def test_any_divisors(tmp_path: Path) -> None:
+    found = checkpoint.load(with_divisors(tmp_path / "m.gguf", [1, 2.5, 1, 2])).config
+    assert found.rope_scaling == rope.Divided((1.0, 2.5, 1.0, 2.0))
+    np.testing.assert_allclose(rotary_frequencies(found) * [1, 2.5, 1, 2], oracle.frequencies(CONFIG), rtol=1e-6)
+    found = checkpoint.load(with_divisors(tmp_path / "m.gguf", [2, 2, 2, 2])).config
+    assert found.rope_scaling == rope.Linear(2.0)
+    both = {"llama.rope.scaling.factor": 2.0}
+    assert "beside another stretch" in message(with_divisors(tmp_path / "m.gguf", [1, 2.5, 1, 1], both))
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling", "context"),
+    [
+        ({"scaling.factor": 4.0}, rope.Linear(4.0), 128),  # without a type llama.cpp takes linear
+        ({"scaling.factor": 4.0, "scaling.type": "linear"}, rope.Linear(4.0), 128),
+        ({"scale_linear": 4.0}, rope.Linear(4.0), 128),
+        ({"scaling.factor": 4.0, "scaling.type": "none"}, None, 128),
+        ({"scaling.factor": 1.0, "scaling.type": "linear"}, None, 128),
+        ({"scaling.factor": 0.0, "scaling.finetuned": True}, None, 128),
+        (
+            {"scaling.factor": 4.0, "scaling.type": "yarn", "scaling.original_context_length": 64},
+            rope.Yarn(4.0, 64, 32.0, 1.0, 0.1 * math.log(4) + 1),
+            256,
+        ),
+    ],
+)
+def test_stretches_of_the_metadata(
+    tmp_path: Path, keys: dict[str, Any], scaling: rope.RopeScaling | None, context: int
+) -> None:
+    path = write(
+        tmp_path / "m.gguf", oracle.random_weights(CONFIG, tied=True), {f"llama.rope.{k}": x for k, x in keys.items()}
+    )
+    config = checkpoint.load(path).config
+    assert (config.rope_scaling, config.max_seq_len) == (scaling, context)
+
+
+def test_equal_layers_may_be_arrays_and_norms_matrices_of_one_row(tmp_path: Path) -> None:
+    weights = oracle.random_weights(CONFIG, tied=True)
+    arrays = {f"llama.{key}": np.full(2, KEYS[f"llama.{key}"], np.int32) for key in ("feed_forward_length",)}
+    arrays |= {f"llama.attention.{key}": np.full(2, KEYS[f"llama.attention.{key}"], np.int32) for key in HEAD_COUNTS}
+    stored = {name: a[None] if a.ndim == 1 else a for name, a in weights.items()}
+    path = write(tmp_path / "m.gguf", stored, arrays)
+    assert checkpoint.load(path).config == dataclasses.replace(CONFIG, tied=True)
+    for name, array in weights.items():
+        np.testing.assert_array_equal(gguf.read(path).sources[name].read(0, len(array)), array)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(5, 5), (0, None)])
+def test_a_window_is_read(tmp_path: Path, window: int, expected: int | None) -> None:
+    weights = oracle.random_weights(CONFIG, tied=True)
+    path = write(tmp_path / "m.gguf", weights, {"llama.attention.sliding_window": window})
+    assert checkpoint.load(path).config.sliding_window == expected
 
 
 def test_divisors_of_one_stretch_nothing(tmp_path: Path) -> None:
@@ -266,7 +330,12 @@ def test_divisors_of_one_stretch_nothing(tmp_path: Path) -> None:
 def one_tensor(path: Path, shape: tuple[int, ...], kind: int, content: bytes) -> build.Source:
     tensors = {n: plain(a) for n, a in renamed(oracle.random_weights(CONFIG, tied=True)).items()}
     path.write_bytes(gguf_bytes(KEYS, tensors | {"x.weight": (shape, kind, content)}))
-    return gguf.read(path).sources["x.weight"]
+    problems: list[str] = []
+    with open(path, "rb") as file:
+        sources = gguf._sources(mapped.map_file(file), gguf_file.read(path).tensors, 32, problems)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return sources["x.weight"]
 
 
 @pytest.mark.parametrize(
@@ -376,22 +445,26 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"general.architecture": 3}, ["general.architecture = 3"]),
         (
             {"llama.block_count": None, "llama.context_length": "128", "llama.attention.head_count": True},
-            ["block_count is missing", "context_length = '128', expected an integer", "head_count = True"],
+            ["block_count is missing", "context_length = 128: expected a whole number", "head_count = True"],
         ),
         ({"llama.attention.layer_norm_rms_epsilon": None}, ["layer_norm_rms_epsilon is missing, expected a number"]),
-        ({"llama.attention.head_count": 0}, ["n_heads = 0"]),
-        ({"llama.attention.head_count": np.array([4, 4], np.int32)}, ["head_count = array([4, 4]"]),
+        ({"llama.attention.head_count": 0, "llama.rope.dimension_count": None}, ["n_heads = 0"]),
+        ({"llama.attention.head_count": np.array([4, 4, 4], np.int32)}, ["head_count = array([4, 4, 4]"]),
+        ({"llama.feed_forward_length": np.array([64, 32], np.int32)}, ["expected equal layers"]),
         ({"llama.attention.head_count_kv": 3}, ["n_heads = 4", "n_kv_heads = 3"]),
-        ({"llama.block_count": 2**30}, ["n_layers = 1073741824", "21 tensors"]),
-        ({"llama.block_count": 3}, ["layers.2.attention.wq.weight is missing"]),
-        ({"llama.feed_forward_length": 96}, ["w1.weight is [64, 32], expected [96, 32]"]),
-        ({"llama.attention.key_length": 16}, ["rope.dimension_count = 8, expected 16"]),
-        ({"llama.rope.dimension_count": 4}, ["rope.dimension_count = 4, expected 8"]),
-        ({"llama.attention.value_length": 4}, ["attention.value_length = 4, expected 8"]),
-        ({"llama.rope.scaling.type": "linear"}, ["rope.scaling.type = 'linear', expected 'none'"]),
-        ({"llama.rope.scale_linear": 4.0}, ["rope.scale_linear = 4.0, expected 1.0"]),
-        ({"llama.expert_count": 8}, ["expert_count = 8, expected 0"]),
-        ({"llama.expert_count": np.zeros(2, np.int32)}, ["expert_count = array([0, 0]", "expected 0"]),
+        ({"llama.block_count": 2**30}, ["llama.block_count = 1073741824: the file holds only 21 tensors"]),
+        ({"llama.block_count": 3}, ["blk.2.attn_q.weight is missing, expected [32, 32]"]),
+        ({"llama.feed_forward_length": 96}, ["blk.0.ffn_gate.weight is [64, 32], expected [96, 32]"]),
+        ({"llama.attention.key_length": 16}, ["rope.dimension_count = 8: not supported; expected 16"]),
+        ({"llama.rope.dimension_count": 4}, ["rope.dimension_count = 4: not supported; expected 8"]),
+        ({"llama.attention.value_length": 4}, ["attention.value_length = 4: not supported; expected 8"]),
+        ({"llama.rope.scaling.type": "longrope"}, ["type = longrope: not supported; expected none or linear or yarn"]),
+        ({"llama.rope.scaling.attn_factor": 2.0}, ["rope.scaling.attn_factor = 2.0"]),
+        ({"llama.attention.scale": 0.5, "llama.logit_scale": 2.0}, ["llama.attention.scale: not", "llama.logit_scale"]),
+        ({"llama.attention.clamp_kqv": 8.0}, ["llama.attention.clamp_kqv: not supported"]),
+        ({"llama.anything": "new"}, ["llama.anything: not supported"]),
+        ({"llama.attention.causal": False}, ["attention.causal = False"]),
+        ({"llama.expert_count": 8}, ["expert_count = 8: not supported; expected 0"]),
         ({"llama.rope.freq_base": float("nan")}, ["rope_theta = nan"]),
         ({"general.alignment": 0}, ["general.alignment = 0"]),
         ({"general.alignment": 48}, ["general.alignment = 48"]),
@@ -419,8 +492,8 @@ def test_tensors_missing_left_over_and_misshapen_are_all_named(tmp_path: Path) -
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf_bytes(KEYS, tensors))
     found = message(path)
-    assert "layers.1.ffn_norm.weight is missing" in found
-    assert "layers.0.attention.wv.weight is [8, 32], expected [16, 32]" in found
+    assert "blk.1.ffn_norm.weight is missing" in found
+    assert "blk.0.attn_v.weight is [8, 32], expected [16, 32]" in found
     assert "blk.0.x.weight is not a tensor of this model" in found
 
 

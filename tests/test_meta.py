@@ -25,7 +25,8 @@ from meta_writer import CONFIG, PARAMS, Storage, View, fake_torch, split, torch_
 
 from jllama import checkpoint
 from jllama.checkpoint import CheckpointError, build, meta, pth
-from jllama.config import RopeScaling, from_toml
+from jllama.config import from_toml
+from jllama.rope import Llama3
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -224,7 +225,7 @@ def test_a_scaling_factor_of_its_own(tmp_path: Path) -> None:
     fields = {"use_scaled_rope": True, "rope_scaling_factor": 16, "rope_high_freq_factor": 2, "vocab_size": 48}
     (tmp_path / "params.json").write_text(json.dumps(PARAMS | fields))
     config = meta._config(meta._read_params(tmp_path / "params.json"), {})
-    assert config.rope_scaling == RopeScaling(16.0, 1.0, 2.0, 8192)
+    assert config.rope_scaling == Llama3(16.0, 1.0, 2.0, 8192)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import tiny
 
 from jllama import checkpoint
 from jllama.checkpoint.build import sources_of
-from jllama.config import Config, RopeScaling
+from jllama.config import Config
 from jllama.model import Norm, Params, forward, init_cache, norm, prefill, rotary_frequencies, step
+from jllama.rope import Llama3
 from jllama.run import Run
 from jllama.weights import Int8, Linear, Plain, linear, take
 from jllama.weights.int8 import quantize
@@ -121,14 +122,14 @@ def test_positions_matter_from_the_second_on() -> None:
 def test_llama3_frequencies() -> None:
     def ratio(head_dim: int, factor: float) -> np.ndarray:
         config = Config(head_dim, 8, 1, 1, 1, 8, 8, rope_theta=5e5)
-        scaled = Config(head_dim, 8, 1, 1, 1, 8, 8, rope_theta=5e5, rope_scaling=RopeScaling(factor, 1.0, 4.0, 8192))
+        scaled = Config(head_dim, 8, 1, 1, 1, 8, 8, rope_theta=5e5, rope_scaling=Llama3(factor, 1.0, 4.0, 8192))
         return rotary_frequencies(scaled) / rotary_frequencies(config)
 
     r = ratio(64, 32.0)
     np.testing.assert_allclose(r[:15], 1, rtol=1e-6)
     np.testing.assert_allclose(r[15:18], [0.605573, 0.303743, 0.103448], rtol=1e-5)
     np.testing.assert_allclose(r[18:], 1 / 32, rtol=1e-6)
-    scaled = Config(64, 8, 1, 1, 1, 8, 8, rope_theta=5e5, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192))
+    scaled = Config(64, 8, 1, 1, 1, 8, 8, rope_theta=5e5, rope_scaling=Llama3(32.0, 1.0, 4.0, 8192))
     np.testing.assert_allclose(
         rotary_frequencies(scaled)[15:18], [0.001290547928, 0.000429556797, 0.0000970828780], rtol=1e-7
     )

@@ -7,9 +7,10 @@ import oracle
 
 from jllama.checkpoint.build import build_params, sources_of
 from jllama.checkpoint.source import Source
-from jllama.config import Config, RopeScaling
+from jllama.config import Config
 from jllama.llm import LLM
 from jllama.model import Params, forward, head, init_cache
+from jllama.rope import Llama3
 from jllama.run import Run
 from jllama.settings import Settings, to_sampling
 from jllama.tensors import fitted
@@ -21,7 +22,7 @@ CONFIGS = {
     "gqa": (Config(48, 80, 2, 8, 2, 97, 64), False),
     "mqa": (Config(32, 48, 3, 4, 1, 65, 64, norm_eps=1e-3), True),
     "head_dim": (Config(40, 56, 2, 6, 3, 97, 64, head_dim=16, rope_theta=5e5), False),
-    "llama3": (Config(32, 64, 2, 4, 2, 97, 64, rope_theta=500.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16)), True),
+    "llama3": (Config(32, 64, 2, 4, 2, 97, 64, rope_theta=500.0, rope_scaling=Llama3(8.0, 1.0, 4.0, 16)), True),
 }
 
 _forward = jax.jit(forward)

@@ -68,26 +68,29 @@ def joined(parts: Sequence[Source], axis: int) -> Source:
     return Source((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), read)
 
 
-def interleaved(source: Source, head_dim: int) -> Source:
-    """Reorder the rows of each head, whose rotary pairs are (j, j + H/2), so that they are (2j, 2j + 1).
+def interleaved(source: Source, head_dim: int, rotary_dim: int) -> Source:
+    """Reorder the rows of each head, whose rotary pairs are (j, j + R/2), so that they are (2j, 2j + 1).
 
-    The width of a head, H, divides the rows: those of wq or wk, of their biases, or of the norm of a head.
+    The width of a head, H, divides the rows: those of wq or wk, of their biases, or of the norm of a head. Only the
+    first R of its rows are pairs.
     """
-    return _regrouped(source, head_dim, 2)
+    return _regrouped(source, head_dim, rotary_dim, 2)
 
 
-def half_split(source: Source, head_dim: int) -> Source:
+def half_split(source: Source, head_dim: int, rotary_dim: int) -> Source:
     """Undo `interleaved`."""
-    return _regrouped(source, head_dim, head_dim // 2)
+    return _regrouped(source, head_dim, rotary_dim, rotary_dim // 2)
 
 
-def _regrouped(source: Source, head_dim: int, groups: int) -> Source:
-    """Cut the rows of each head into `groups`, and give the first row of every group, then the second, and so on."""
+def _regrouped(source: Source, head_dim: int, rotary_dim: int, groups: int) -> Source:
+    """Cut the rotary rows of each head into `groups`; give the first row of every group, then the second, and so on."""
+    order = np.arange(head_dim)
+    order[:rotary_dim] = order[:rotary_dim].reshape(groups, -1).T.ravel()
 
     def read(start: int, stop: int) -> Array:
         first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim  # whole heads
         block = source.read(first, last)
-        heads = block.reshape(-1, groups, head_dim // groups, *block.shape[1:]).swapaxes(1, 2)
+        heads = block.reshape(-1, head_dim, *block.shape[1:])[:, order]
         return heads.reshape(block.shape)[start - first : stop - first]
 
     return Source(source.shape, read)

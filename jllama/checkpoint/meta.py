@@ -20,12 +20,13 @@ from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
+from jllama import rope
 from jllama.checkpoint import pth
 from jllama.checkpoint.build import CheckpointError, Contents
 from jllama.checkpoint.files import parse_json
 from jllama.checkpoint.mapped import joined
 from jllama.checkpoint.source import Array, Source
-from jllama.config import Config, ConfigError, RopeScaling
+from jllama.config import Config, ConfigError
 from jllama.errors import listed, quoted, shown
 from jllama.tensors import fitted
 
@@ -139,7 +140,7 @@ def _config(params: _Params, sources: Mapping[str, Source]) -> Config:
     scaling = None
     if params.use_scaled_rope:
         factor = params.rope_scaling_factor or (32.0 if (params.dim, params.n_layers) in _FACTOR_32 else 8.0)
-        scaling = RopeScaling(factor, 1.0, params.rope_high_freq_factor, 8192)
+        scaling = rope.Llama3(factor, 1.0, params.rope_high_freq_factor, 8192)
     return Config(
         dim=params.dim,
         hidden_dim=hidden,

@@ -13,7 +13,8 @@ from ml_dtypes import bfloat16
 
 from fuzz.seeds.base import Seed, folder_of, json_bytes, seed, shared_file
 from jllama import checkpoint
-from jllama.config import Config, RopeScaling
+from jllama.config import Config
+from jllama.rope import Llama3
 
 TINY = Config(8, 16, 2, 2, 1, 16, 32)
 Q_TINY = Config(32, 32, 1, 2, 1, 16, 32)
@@ -46,7 +47,7 @@ def llama2c_v2():
 
 HF_CONFIGS = {
     "llama": (Config(8, 16, 2, 2, 1, 16, 32), {}),
-    "llama3": (Config(8, 16, 1, 2, 1, 16, 32, rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16)), {}),
+    "llama3": (Config(8, 16, 1, 2, 1, 16, 32, rope_theta=5e5, rope_scaling=Llama3(8.0, 1.0, 4.0, 16)), {}),
     "mistral": (Config(8, 16, 1, 2, 1, 16, 32, sliding_window=8), {"model_type": "mistral", "sliding_window": 8}),
 }
 

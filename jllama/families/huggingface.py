@@ -1,0 +1,84 @@
+"""What most families have in common in Hugging Face's config.json and safetensors files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jllama.config import Config
+from jllama.families import ropes
+from jllama.families.family import Layout
+from jllama.families.fields import Fields
+
+SIZES = {
+    "dim": "hidden_size",
+    "hidden_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+}
+_WINDOW = 4096  # transformers' default where a family has windows
+
+_ATTENTION, _FEED_FORWARD = "layers.{}.attention", "layers.{}.feed_forward"
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    **{f"{_ATTENTION}.w{x}": f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkvo"},
+    **{f"{_ATTENTION}.{x}_norm": f"model.layers.{{}}.self_attn.{x}_norm" for x in "qk"},
+    "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    f"{_FEED_FORWARD}.w1": "model.layers.{}.mlp.gate_proj",
+    f"{_FEED_FORWARD}.w2": "model.layers.{}.mlp.down_proj",
+    f"{_FEED_FORWARD}.w3": "model.layers.{}.mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+
+LAYOUT = Layout(
+    NAMES,
+    optional_prefix="model.",
+    half_split=True,
+    constants=r"(.*\.)?(inv_freq|cos_cached|sin_cached)",
+    others=r"(.*\.)?[kv]_scale|(v_head|score)\..*",  # scales of a cache in 8 bits, heads that score a text
+)
+
+
+def decoder(fields: Fields, *, says_kv_heads: bool = True) -> dict[str, Any]:
+    """Read what nearly all families have: sizes, epsilon, rotary frequencies, and whether the head is tied.
+
+    Without `says_kv_heads` a file that doesn't say how many heads of keys there are has as many as of queries.
+    """
+    defaults = {"head_dim": 0} if says_kv_heads else {"head_dim": 0, "n_kv_heads": fields.peek(SIZES["n_heads"]) or 0}
+    values = {name: fields.get(field, int, defaults.get(name)) for name, field in SIZES.items()}
+    values["norm_eps"] = fields.get("rms_norm_eps", float)
+    tied = fields.peek("tie_word_embeddings")
+    values["tied"] = None if tied is None else fields.get("tie_word_embeddings", bool)
+    fields.only("hidden_act", "silu")
+    fields.only("mlp_bias", False)
+    return ropes.from_huggingface(fields, values)
+
+
+def fields_of(config: Config) -> dict[str, Any]:
+    """Give the fields of a config.json that `decoder` reads, in the layout of transformers 4, which 5 reads too."""
+    return {
+        **{field: getattr(config, name) for name, field in SIZES.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        **ropes.to_huggingface(config),
+        "mlp_bias": False,
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def window(fields: Fields, n_layers: int, *, first: int = 0) -> int | None:
+    """Read the window of all layers; `first` is the first that has one, where no `layer_types` says which."""
+    kinds = {kind for kind, some in (("sliding_attention", first < n_layers), ("full_attention", first > 0)) if some}
+    if isinstance(named := fields.peek("layer_types"), list):
+        kinds = set(map(str, named))
+    if fields.values.get("sliding_window", _WINDOW) is None or kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"}:
+        fields.problems.append("use_sliding_window = true for some layers: not supported; expected for all or none")
+    found: int = fields.get("sliding_window", int, _WINDOW)
+    return found
