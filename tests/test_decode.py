@@ -192,9 +192,10 @@ def test_padding_that_nobody_asked_for_reaches_no_row() -> None:
         row[:n] = tiny.ids(params.config, n, seed=n) % (params.config.vocab_size - 1) + 1
     stop = Stop(NONE, jnp.array(lengths, jnp.int32) + 4)
     state = start(poisoned, jnp.array(prompts), jnp.array(lengths, jnp.int32), stop)
+    jit_read = jax.jit(decode.read_prompt, static_argnames="width")
     for first in range(0, 24, 8):
-        state = compiled_read_prompt(poisoned, state, tiny.greedy(3), stop, np.int32(first), width=8)
-    state = compiled_decode(poisoned, state, tiny.greedy(3), stop, np.int32(10))
+        state = jit_read(poisoned, state, tiny.greedy(3), stop, np.int32(first), width=8)
+    state = jax.jit(decode.decode)(poisoned, state, tiny.greedy(3), stop, np.int32(10))
     for row, n, found in zip(prompts, lengths, np.asarray(state.tokens), strict=True):
         assert found[n : n + 4].tolist() == oracle_greedy(weights, params.config, row[:n], 4)
 
