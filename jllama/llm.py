@@ -85,7 +85,7 @@ class LLM:
         """
         self.params = params
         self.tokenizer = tokenizer.fit(params.config.vocab_size)
-        self.runner = Runner(params, compile_cache)
+        self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused)
         self._template = template
 
     @classmethod
