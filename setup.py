@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("jllama/kernels")
 # Each source has the flags of its instruction set, and no other: the common ones run on any processor.
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 COMMON: dict[str, list[str]] = {"handlers.cc": [], "schedule.cc": [], "cpu.cc": [], "generic.cc": []}
 X86 = {
@@ -20,7 +20,8 @@ X86 = {
     "avx512_bf16.cc": [*AVX512, "-mavx512bf16"],
 }
 ARM = {"neon.cc": [], "neon_dotprod.cc": ["-march=armv8.2-a+dotprod"]}
-SOURCES = COMMON | {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine(), {})
+MACHINES = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}
+SOURCES = COMMON | MACHINES.get(platform.machine(), {})
 
 
 def source() -> str:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllama import decode
+from jllama import decode, programs
 from jllama.decode import State, Stop
 from jllama.model import Params, init_cache, step
 from jllama.run import Run
@@ -257,9 +257,9 @@ class _Bench:
         """Compile the reading of prompts of one length: the function, and the seconds it took to compile."""
         state, stop = self._state(batch, prompt - 1, cache_slots(prompt + 1))
         sampling = to_sampling([Settings(temperature=0.0)] * batch)
-        width = block_width(batch, prompt)
+        width = block_width(batch, prompt, cache_slots(prompt + 1) * self.params.config.n_heads)
         began = time.perf_counter()
-        program = decode.compiled_read_prompt.lower(
+        program = programs.READ_PROMPT.jitted.lower(
             self.params, state, sampling, stop, np.int32(0), width=width
         ).compile()
         compiling = time.perf_counter() - began
@@ -279,7 +279,7 @@ class _Bench:
         state, stop = self._state(batch, depth, cache_slots(depth + new + 1))
         sampling = to_sampling([Settings(temperature=0.0)] * batch)
         steps = np.int32(new)
-        program = decode.compiled_decode.lower(self.params, state, sampling, stop, steps).compile()
+        program = programs.DECODE.jitted.lower(self.params, state, sampling, stop, steps).compile()
 
         def generate() -> State:
             nonlocal state
@@ -312,7 +312,7 @@ class _Bench:
     def _state(self, batch: int, depth: int, slots: int) -> tuple[State, Stop]:
         length = jnp.full(batch, depth + 1, jnp.int32)
         stop = Stop(jnp.array([-1], jnp.int32), jnp.full(batch, slots + 1, jnp.int32))  # nothing ends a row
-        return decode.compiled_start(self.params, jnp.full((batch, slots), 5, jnp.int32), length, stop), stop
+        return programs.START.jitted(self.params, jnp.full((batch, slots), 5, jnp.int32), length, stop), stop
 
 
 def compare_ways(params: Params, new: int, repeats: int) -> list[Way]:

@@ -1,8 +1,7 @@
 """From prompts to tokens: one loop for whole generations and for streams.
 
 A `State` holds a batch of rows. `read_prompt` fills it from the prompts and draws the first token of each row;
-`decode` draws the others in one `lax.while_loop`. All functions are pure; the two at the end of the file are
-compiled, and reuse the memory of the state they are given.
+`decode` draws the others in one `lax.while_loop`. All functions are pure; `programs` compiles them.
 """
 
 from __future__ import annotations
@@ -104,19 +103,6 @@ def _extend(state: State, logits: jax.Array, sampling: Sampling, stop: Stop, act
     )
 
 
-def grow(state: State, slots: int) -> State:
-    """Copy the state to `slots` slots, more than it has.
-
-    A step attends to every slot, so a small cache that grows makes the cost of a token follow its position.
-    """
-    more = slots - state.tokens.shape[1]
-    return state._replace(
-        cache=jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 2) + [(0, more), (0, 0)]), state.cache),
-        tokens=jnp.pad(state.tokens, ((0, 0), (0, more))),
-        logprobs=jnp.pad(state.logprobs, ((0, 0), (0, more))),
-    )
-
-
 def generate(params: Params, tokens: jax.Array, length: jax.Array, sampling: Sampling, stop: Stop, slots: int) -> State:
     """Generate from right-padded prompts `tokens [B, T]` in a state of `slots` slots: the whole job in one function."""
     width = tokens.shape[1]
@@ -137,11 +123,3 @@ def score(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     logits = head(params, hidden[:, :-1]).reshape(-1, params.config.vocab_size)
     shape = (tokens.shape[0], tokens.shape[1] - 1)
     return log_probability(logits, tokens[:, 1:].reshape(-1)).reshape(shape), argmax(logits).reshape(shape)
-
-
-# The edge: compiled once for each batch size and number of slots (and block width). Settings and limits are data.
-compiled_start = jax.jit(start, donate_argnums=4)
-compiled_read_prompt = jax.jit(read_prompt, static_argnames="width", donate_argnums=1)
-compiled_decode = jax.jit(decode, donate_argnums=1)
-compiled_grow = jax.jit(grow, static_argnames="slots")
-compiled_score = jax.jit(score)

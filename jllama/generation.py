@@ -1,26 +1,34 @@
-"""The text of prompts' continuations as their tokens come in: streams, stop strings, and how a text ended."""
+"""The text of prompts' continuations as their tokens come in: one by one or many at a time, and how a text ended."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from jllama.errors import quoted
-from jllama.runner import Batch, Kept, Runner
+from jllama.pool import Kept, Pool, Row
+from jllama.runner import Runner
 from jllama.settings import Settings
 from jllama.text import StopStrings, StreamDecoder
 from jllama.tokenizer import Tokenizer
 
 _CHUNK_SECONDS = 0.05  # how long a stream may keep a reader waiting for the next piece
 _MAX_CHUNK = 64  # steps between two looks at the text
-_ALL = 2**30  # steps: more than any context holds
+_WINDOW = 16  # batches whose prompts are held
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """A text to continue, and how.
+
+    Args:
+      text: what is continued.
+      settings: how.
+      ids: the text's, where it was encoded already.
 
     Raises:
       ValueError: the text is none.
@@ -28,6 +36,7 @@ class Prompt:
 
     text: str
     settings: Settings = dataclasses.field(default_factory=Settings)
+    ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
@@ -53,13 +62,14 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
-class Row:
+class Answer:
     """The text of one prompt's continuation as it comes in."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt, ids: list[int]) -> None:
         """Begin after a prompt whose ids are `ids`."""
         self.prompt = prompt
         self.ids = ids
+        self.row: Row  # from `join` on
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -69,8 +79,18 @@ class Row:
         self._stops = StopStrings(prompt.settings.stop)
         self._read = 0
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[float], *, done: bool) -> None:
-        """Add generated tokens; with `done` no more will come."""
+    def join(self, row: Row) -> None:
+        """Take its tokens from this row of a pool."""
+        self.row = row
+
+    @property
+    def room(self) -> int:
+        """How many tokens can follow at most."""
+        return self.row.limit - self.row.taken
+
+    def update(self, pool: Pool) -> None:
+        """Add the tokens that its row has got."""
+        ids, logprobs = pool.take(self.row)
         for token, logprob in zip(ids, logprobs, strict=True):
             if token in self._stop_ids:
                 self._finish("stop")
@@ -80,7 +100,7 @@ class Row:
             if self._add(self._decoder.feed(token)):
                 self.finish_reason = "stop"
                 return
-        if done:
+        if self.row.done:
             self._finish("length")
 
     def _add(self, text: str) -> bool:
@@ -107,39 +127,101 @@ class Row:
         return Completion(self.prompt.text, self.text, self.tokens, self.logprobs, self.finish_reason)
 
 
-def run(
-    runner: Runner, rows: Sequence[Row], stop_ids: Sequence[int], *, stream: bool, kept: Kept | None = None
-) -> Iterator[Batch]:
-    """Generate for rows together, telling each its new tokens, and yield the batch whenever there are some.
+class _Chunks:
+    """How many steps are taken between two looks at the texts: as many as a reader may wait for."""
+
+    def __init__(self) -> None:
+        self._steps = 1
+
+    def advance(self, pool: Pool, most: int = _MAX_CHUNK) -> None:
+        """Generate in the rows of a pool; the chunks grow while they are quick."""
+        began, steps = time.perf_counter(), min(self._steps, most)
+        pool.advance(steps)
+        if steps == self._steps < _MAX_CHUNK and time.perf_counter() - began < _CHUNK_SECONDS:
+            self._steps *= 2
+
+
+def follow(pool: Pool, answer: Answer, kept: Kept | None = None) -> Iterator[str]:
+    """Generate one answer in an empty pool, piece by piece; `kept` holds the cache of what its prompt begins with."""
+    answer.join(pool.join([(answer.ids, answer.prompt.settings)], kept).finish()[0])
+    chunks = _Chunks()
+    while True:
+        answer.update(pool)
+        if piece := answer.new_text():
+            yield piece
+        if answer.finish_reason is not None:
+            return
+        chunks.advance(pool)
+
+
+def complete(
+    runner: Runner,
+    stop_ids: Sequence[int],
+    answers: Iterator[Answer],
+    *,
+    batch_size: int,
+    ready: Callable[[], bool],
+    progress: Callable[[int], object],
+) -> Iterator[Answer]:
+    """Generate any number of answers, and yield them in order. A prompt joins the others as soon as one of them ends.
 
     Args:
       runner: the model.
-      rows: to be continued.
       stop_ids: the tokens that end a row.
-      stream: whether somebody waits for each piece.
-      kept: of a single row, what is in a cache already.
+      answers: to be generated; no more than `_WINDOW` batches of them are held at a time.
+      batch_size: how many run together.
+      ready: whether the next of `answers` can be had without waiting.
+      progress: called with the number of answers that have ended since the last call.
     """
-    batch = Batch(runner, [row.ids for row in rows], [row.prompt.settings for row in rows], stop_ids, kept)
-    # Stop strings and readers want to see the text now and then; the chunks grow to what a reader may wait for.
-    steps = 1 if stream or any(row.prompt.settings.stop for row in rows) else _ALL
+    unfinished, waiting, running = deque[Answer](), list[Answer](), list[Answer]()
+    pool: Pool | None = None
+    fault: Exception | None = None
+    chunks, more = _Chunks(), True
     while True:
-        for i, row in enumerate(rows):
-            if row.finish_reason is None:
-                row.take(*batch.take(i), done=bool(batch.done[i]))
-            if row.finish_reason is not None:
-                batch.end(i)
-        yield batch
-        if batch.done.all():
+        while more and len(unfinished) < _WINDOW * batch_size and (not unfinished or ready()):
+            try:
+                new = list(itertools.islice(answers, 1))
+            except Exception as e:  # what came before is answered first
+                new, fault = [], e
+            more = bool(new)
+            unfinished += new
+            waiting += new
+        if not unfinished:
+            if fault is not None:
+                raise fault
             return
-        began = time.perf_counter()
-        batch.advance(steps)
-        if steps < _MAX_CHUNK and time.perf_counter() - began < _CHUNK_SECONDS:
-            steps *= 2
+        pool = pool or Pool(runner, stop_ids, batch_size if more else min(batch_size, len(unfinished)))
+        while waiting and pool.free:
+            running += _join(pool, waiting)
+            running = _update(pool, running, progress)
+        while unfinished and unfinished[0].finish_reason is not None:
+            yield unfinished.popleft()
+        if running:
+            # Where it is known when a row ends, its place is filled again at once.
+            chunks.advance(pool, min(answer.room for answer in running) if waiting or more else _MAX_CHUNK)
+            running = _update(pool, running, progress)
 
 
-def stream(runner: Runner, row: Row, stop_ids: Sequence[int]) -> Generator[str, None, Completion]:
-    """Generate for one row, piece by piece; returns the completion."""
-    for _ in run(runner, [row], stop_ids, stream=True):
-        if piece := row.new_text():
-            yield piece
-    return row.completion()
+def _join(pool: Pool, waiting: list[Answer]) -> list[Answer]:
+    """Read the prompts of some answers that wait, the oldest and those that are about as long, and return them."""
+    count = min(pool.free, len(waiting))
+    # Few at a time are read one by one, so that there are programs for two sizes alone.
+    count = count if 2 * count > pool.most else 1
+    group = sorted(waiting, key=lambda answer: abs(len(answer.ids) - len(waiting[0].ids)))[:count]
+    rows = pool.join([(answer.ids, answer.prompt.settings) for answer in group]).finish()
+    for answer, row in zip(group, rows, strict=True):
+        answer.join(row)
+        waiting.remove(answer)
+    return group
+
+
+def _update(pool: Pool, running: list[Answer], progress: Callable[[int], object]) -> list[Answer]:
+    """Tell each answer its new tokens; the places of those that have ended are free. Return the others."""
+    for answer in running:
+        answer.update(pool)
+    ended = [answer for answer in running if answer.finish_reason is not None]
+    for answer in ended:
+        pool.end(answer.row)
+    if ended:
+        progress(len(ended))
+    return [answer for answer in running if answer.finish_reason is None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
@@ -11,12 +10,16 @@ from typing import Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from jllama import checkpoint, decode, generation, processes
+from jllama import checkpoint, generation, gguf_file
 from jllama import mesh as meshes
 from jllama import tokenizer as tokenizers
+from jllama.chat import ChatError, Message, Template, find_template
 from jllama.checkpoint import hub
-from jllama.generation import Completion, Prompt, Row
+from jllama.config import Config, from_toml
+from jllama.generation import Answer, Completion, Prompt
 from jllama.model import Params
+from jllama.pool import Pool
+from jllama.programs import SCORE
 from jllama.run import KVDtype, choose
 from jllama.runner import Runner, Timings
 from jllama.settings import Overrides, Settings
@@ -25,7 +28,6 @@ from jllama.tokenizer import Tokenizer
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
 _SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
 _MAX_BATCH = 2**16
-_WINDOW_BATCHES = 16  # batches whose prompts are sorted together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,51 +64,84 @@ def check_batch_size(batch_size: int) -> None:
 class LLM:
     """A model, its tokenizer, and the programs compiled for them so far."""
 
-    def __init__(self, params: Params, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        params: Params,
+        tokenizer: Tokenizer,
+        *,
+        template: Template | Path | None = None,
+        compile_cache: str | Path | None = None,
+    ) -> None:
         """Join a model and a tokenizer.
 
+        Args:
+          params: the model.
+          tokenizer: what it was trained with.
+          template: for `chat`, or the checkpoint that has one.
+          compile_cache: as for `load`.
+
         Raises:
-          ValueError: they disagree on the size of the vocabulary.
+          ValueError: the two disagree on the size of the vocabulary.
         """
         self.params = params
         self.tokenizer = tokenizer.fit(params.config.vocab_size)
-        self.runner = Runner(params)
+        self.runner = Runner(params, compile_cache)
+        self._template = template
 
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        path: str | Path | None = None,
         *,
+        config: str | Path | Config | None = None,
         tokenizer: str | Path | None = None,
         dtype: str = "auto",
         rope_theta: float | None = None,
         mesh: str | Mesh | None = None,
         kernels: str = "auto",
         kv_dtype: KVDtype = "float32",
+        compile_cache: str | Path | None = None,
     ) -> LLM:
         """Load a checkpoint and its tokenizer.
 
         Args:
           path: the checkpoint.
-          tokenizer: the file of its tokenizer; None looks in and beside the checkpoint.
+          config: sizes of a model, or a file of them as in configs/, in place of a checkpoint: its weights are random.
+          tokenizer: the file of its tokenizer, or the folder; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
           mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `mesh.make_mesh` makes;
             None: the default device.
           kernels: "xla", "native" or "auto", as for `run.choose`.
           kv_dtype: of the keys and values kept: "float32" or "bfloat16".
+          compile_cache: a folder of your own, where compiled programs of a single device are kept for the next start;
+            None: nowhere.
 
         Raises:
           CheckpointError: the checkpoint can't be read.
           TokenizerError: the tokenizer can't be found or read.
-          ValueError: they don't fit each other, or the mesh doesn't fit the devices or the model.
+          ValueError: they don't fit each other, or the mesh doesn't fit the devices or the model; both a checkpoint
+            and a config, or neither; a config without a tokenizer.
         """
+        if (path is None) == (config is None):
+            raise ValueError("expected either a checkpoint or a config")
         if isinstance(mesh, str):
             mesh = meshes.make_mesh(mesh)
-        path = hub.local(path)
-        found = tokenizers.load(tokenizers.find(path) if tokenizer is None else tokenizer)
         run = choose(kernels, kv_dtype, on_mesh=mesh is not None)
-        return cls(checkpoint.load(path, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh), found)
+        source = None if path is None else hub.local(path)
+        if tokenizer is None and source is None:
+            raise ValueError("a config makes random weights, which bring no tokenizer: expected a tokenizer too")
+        beside = Path(tokenizer or source or "")
+        # The header of a large vocabulary takes a while: it is read once, for the tokenizer and for the weights.
+        header = None if source is None else gguf_file.header_of(source)
+        file = tokenizers.find(beside) if tokenizer is None or beside.is_dir() else beside
+        found = tokenizers.load(file, header=header if file == source else None)
+        if source is None:
+            sizes = config if isinstance(config, Config) else from_toml(str(config))
+            params = checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, run=run, mesh=mesh)
+        else:
+            params = checkpoint.load(source, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
+        return cls(params, found, template=source or beside, compile_cache=compile_cache)
 
     @property
     def timings(self) -> Timings:
@@ -144,32 +179,47 @@ class LLM:
             raise ValueError("prompts is a single string: expected a list of them")
         default = Settings(**settings)
         requests = [p if isinstance(p, Prompt) else Prompt(p, default) for p in prompts]
-        for request in requests:
-            self.encode(request)
-        return list(self.complete(requests, batch_size=batch_size))
+        check_batch_size(batch_size)
+        answers = [self._answer(request) for request in requests]
+        return list(self._complete(iter(answers), batch_size))
 
     def complete(
-        self, prompts: Iterable[Prompt], *, batch_size: int = 8, progress: Callable[[int], object] = lambda n: None
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        batch_size: int = 8,
+        ready: Callable[[], bool] = lambda: True,
+        progress: Callable[[int], object] = lambda n: None,
     ) -> Iterator[Completion]:
-        """Continue any number of prompts, in order, holding a window of some of them at a time.
+        """Continue any number of prompts, and yield the completions in order, each as soon as it is there.
 
-        The prompts of a window are sorted by length, so that those of a batch are alike, and come back in order when
-        the window is done. `progress` is called after each batch, with its number of prompts.
+        Args:
+          prompts: read as they are needed, and at most 16 batches ahead of the completion that is due.
+          batch_size: how many prompts share a step; the place of one that ends is taken by the next.
+          ready: whether the next prompt can be had without waiting, where they come from a pipe: without one, the
+            others go on.
+          progress: called with the number of prompts that were completed since the last call.
 
         Raises:
-          ValueError: a wrong batch size, or a prompt longer than the context; windows before it are done.
+          ValueError: a wrong batch size, or a prompt longer than the context, after the completions of those before it.
           FloatingPointError: the model's logits are not finite.
         """
         check_batch_size(batch_size)
-        prompts = iter(prompts)
-        while window := [self._row(p) for p in itertools.islice(prompts, _WINDOW_BATCHES * batch_size)]:
-            in_order = sorted(window, key=lambda row: len(row.ids))
-            for i in range(0, len(window), batch_size):
-                batch = in_order[i : i + batch_size]
-                for _ in generation.run(self.runner, batch, self.tokenizer.stop_ids, stream=False):
-                    pass
-                progress(len(batch))
-            yield from (row.completion() for row in window)
+        answers = map(self._answer, prompts)
+        return self._complete(answers, batch_size, ready, progress)
+
+    def _complete(
+        self,
+        answers: Iterator[Answer],
+        batch_size: int,
+        ready: Callable[[], bool] = lambda: True,
+        progress: Callable[[int], object] = lambda n: None,
+    ) -> Iterator[Completion]:
+        stop_ids = self.tokenizer.stop_ids
+        found = generation.complete(
+            self.runner, stop_ids, answers, batch_size=batch_size, ready=ready, progress=progress
+        )
+        return (answer.completion() for answer in found)
 
     def stream(self, prompt: str | Prompt, **settings: Unpack[Overrides]) -> Generator[str, None, Completion]:
         """Continue one prompt, piece by piece as the text is generated.
@@ -177,11 +227,54 @@ class LLM:
         The pieces, joined, are the `text` of `generate` for the same prompt and settings; the generator returns the
         completion. Raises like `generate`.
         """
-        row = self._row(prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
-        return generation.stream(self.runner, row, self.tokenizer.stop_ids)
+        return self._stream(
+            self._answer(prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
+        )
 
-    def _row(self, prompt: Prompt) -> Row:
-        return Row(self.tokenizer, prompt, self.encode(prompt))
+    def chat(self, messages: Sequence[Message], **settings: Unpack[Overrides]) -> Completion:
+        """Answer the last of some messages, each a `role` and a `content`, as the model's template has them.
+
+        Raises:
+          ChatError: there is no template, or it refuses the messages.
+          TokenizerError: a message can't be encoded.
+          ValueError: a wrong setting, or the messages don't fit the context.
+          FloatingPointError: the model's logits are not finite.
+        """
+        answer = self._reply(messages, Settings(**settings))
+        (completion,) = self._complete(iter([answer]), 1)
+        return completion
+
+    def stream_chat(
+        self, messages: Sequence[Message], **settings: Unpack[Overrides]
+    ) -> Generator[str, None, Completion]:
+        """Answer like `chat`, piece by piece; returns the completion."""
+        return self._stream(self._reply(messages, Settings(**settings)))
+
+    def _reply(self, messages: Sequence[Message], settings: Settings) -> Answer:
+        ids = self.template.render(messages)
+        self.runner.check(ids)
+        text = messages[-1].get("content") if messages else ""
+        return Answer(self.tokenizer, Prompt(text if isinstance(text, str) else "", settings), ids)
+
+    @property
+    def template(self) -> Template:
+        """The chat template, found when it is first asked for.
+
+        Raises:
+          ChatError: there is none.
+        """
+        if self._template is None:
+            raise ChatError("no chat template: expected one when the model and the tokenizer were joined")
+        if isinstance(self._template, Path):
+            self._template = find_template(self._template, self.tokenizer)
+        return self._template
+
+    def _stream(self, answer: Answer) -> Generator[str, None, Completion]:
+        yield from generation.follow(Pool(self.runner, self.tokenizer.stop_ids, 1), answer)
+        return answer.completion()
+
+    def _answer(self, prompt: Prompt) -> Answer:
+        return Answer(self.tokenizer, prompt, self.encode(prompt))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turn a prompt into ids, the beginning-of-text token first.
@@ -189,7 +282,7 @@ class LLM:
         Raises:
           ValueError: they don't fit the context.
         """
-        ids = self.tokenizer.prompt_ids(prompt.text)
+        ids = self.tokenizer.prompt_ids(prompt.text) if prompt.ids is None else list(prompt.ids)
         self.runner.check(ids)
         return ids
 
@@ -211,7 +304,7 @@ class LLM:
         windows = np.pad(windows, ((0, 0), (0, 0), (1, 0)), constant_values=self.tokenizer.bos)
         with self.runner.timed("prompt"):
             blocks = [self.runner.put(window, meshes.ROWS) for window in windows]
-            scored = [processes.get(self.runner.call(decode.compiled_score, self.params, block)) for block in blocks]
+            scored = [self.runner.get(self.runner.call(SCORE, block)) for block in blocks]
         self.timings.prompt_tokens += len(ids)
         logprobs, best = (np.concatenate([np.ravel(s) for s in part])[: len(ids)] for part in zip(*scored, strict=True))
         if not np.isfinite(logprobs).all():

@@ -60,7 +60,7 @@ def make_mesh(shape: str | Shape) -> Mesh:
     shape = parse(shape) if isinstance(shape, str) else shape
     if (found := jax.device_count()) != shape.data * shape.model:
         needed = f"data:{shape.data},model:{shape.model} needs {shape.data * shape.model} devices"
-        raise ValueError(f"the mesh {needed}, and there are {found}: expected one place for each")
+        raise ValueError(f"the mesh {needed}, but {found} {'is' if found == 1 else 'are'} available: expected as many")
     return jax.make_mesh(shape, Shape._fields, axis_types=(AxisType.Auto, AxisType.Auto))
 
 

@@ -112,7 +112,7 @@ def plan(
 
     def fit(device: Device) -> Fit:
         context = longest_context(part, cache, device.memory)
-        full = cache(cache_slots(context)) if context else math.inf
+        full = cache(cache_slots(context, part.config.max_seq_len)) if context else math.inf
         rate = rows * mesh.data * device.bandwidth
         return Fit(device, context, rate / read if context else 0.0, rate / (read + full))
 
@@ -124,12 +124,12 @@ def longest_context(part: Params, cache: Any, memory: float) -> int:
     """Return the tokens of the longest context that fits, or 0; `cache` gives the bytes of so many slots."""
     limit, found = part.config.max_seq_len, 0
     free = memory - size(part)
-    slots = cache_slots(1)
+    slots = cache_slots(1, limit)
     needed = cache(slots)
     while found < limit and needed <= free:
         found = min(slots, limit)
-        slots *= 2
-        needed = cache(slots) + cache(slots // 2)
+        before, slots = slots, cache_slots(2 * slots, limit)
+        needed = cache(before) + cache(slots)
     return found
 
 

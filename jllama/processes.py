@@ -54,7 +54,7 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
         )
     except (ValueError, RuntimeError) as e:
         hint = ": expected a TPU pod, SLURM, Open MPI or Kubernetes" if auto else ""
-        raise ValueError(f"coordinator = {coordinator}: the processes can't be joined{hint} ({e})") from e
+        raise ValueError(f"coordinator = {coordinator}: can't connect to the other processes{hint} ({e})") from e
     return True
 
 

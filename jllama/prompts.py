@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
+import os
+import queue
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from jllama.errors import quoted
 from jllama.generation import Prompt
 from jllama.settings import Settings
+
+T = TypeVar("T")
+_AHEAD = 1024  # items that are read before they are asked for
 
 
 class Request(NamedTuple):
@@ -20,20 +26,19 @@ class Request(NamedTuple):
     id: str | int | None = None
 
 
-def read(path: str, default: Settings, check: Callable[[Prompt], object]) -> Iterator[Request]:
+def read(path: str, default: Settings, encode: Callable[[Prompt], Sequence[int]]) -> Iterator[Request]:
     """Read prompts lazily from `path`, or from standard input if it is `-`.
 
     In a `.jsonl` file every line is an object with a `prompt` and, if it likes, an `id` and fields of `Settings` that
     override `default`; blank lines are passed over. A `.json` file is an array of such objects or texts, read at once.
-    In any other file every line is a prompt, an empty one too. `check` is called with each prompt and raises ValueError
-    where it can't be continued.
+    In any other file every line is a prompt, an empty one too. `encode` gives a prompt's ids, and raises
+    ValueError where it can't be continued.
 
     Raises:
       ValueError: a line that is not what it should be, by number.
       OSError: the file can't be read.
     """
-    with contextlib.ExitStack() as stack:
-        file = standard_input() if path == "-" else stack.enter_context(open(path, "rb"))
+    with _open(path) as file:
         is_array = path.endswith(".json")
         for number, raw in enumerate(_array(path, file) if is_array else file, 1):
             try:
@@ -44,10 +49,21 @@ def read(path: str, default: Settings, check: Callable[[Prompt], object]) -> Ite
                             continue
                         raw = json.loads(raw)
                 request = _request(raw, default)
-                check(request.prompt)
+                prompt = dataclasses.replace(request.prompt, ids=tuple(encode(request.prompt)))
             except (ValueError, RecursionError) as e:
                 raise ValueError(f"{path}, {'item' if is_array else 'line'} {number}: {e}") from e
-            yield request
+            yield request._replace(prompt=prompt)
+
+
+def _open(path: str) -> BinaryIO:
+    """Open a file; standard input anew, because Python's own must not be in use by a thread when the program ends."""
+    if path != "-":
+        return open(path, "rb")
+    file = standard_input()
+    try:
+        return open(os.dup(file.fileno()), "rb")
+    except OSError:  # it is none of the system's files
+        return file
 
 
 def _array(path: str, file: BinaryIO) -> list[Any]:
@@ -70,6 +86,34 @@ def _request(entry: Any, default: Settings) -> Request:
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise ValueError(f"id = {quoted(name)}: expected a string or an integer")
     return Request(Prompt(text, default.override(fields)), name)
+
+
+class Arriving(Iterator[T]):
+    """What comes from an iterator that waits, read by a thread of its own, so that others need not wait with it."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._queue = queue.Queue[tuple[T | None, BaseException | None]](_AHEAD)
+        threading.Thread(target=self._read, args=(items,), daemon=True).start()
+
+    def _read(self, items: Iterator[T]) -> None:
+        try:
+            for item in items:
+                self._queue.put((item, None))
+        except Exception as e:  # raised where it is asked for
+            self._queue.put((None, e))
+        else:
+            self._queue.put((None, StopIteration()))
+
+    def ready(self) -> bool:
+        """Whether the next item, or the end, is here."""
+        return not self._queue.empty()
+
+    def __next__(self) -> T:
+        item, end = self._queue.get()
+        if end is not None:
+            self._queue.put((None, end))
+            raise end
+        return item  # type: ignore[return-value]
 
 
 def standard_input() -> BinaryIO:

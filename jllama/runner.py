@@ -1,4 +1,4 @@
-"""Drives the compiled functions of `decode` over a batch of rows: ids in, ids out, and the time it took."""
+"""A model with its programs, the time that they took, and the sizes of the arrays that they are run on."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
-from jllama import decode, mesh, processes, sharding
-from jllama.decode import Stop
+from jllama import mesh, processes
 from jllama.model import Params
-from jllama.settings import Settings, to_sampling
+from jllama.programs import Program, Programs
 
 _MIN_SLOTS = 256  # of a cache; it doubles when it is full
 _MIN_WIDTH = 16  # of a block of prompt tokens; sizes are powers of two, so that few programs serve all lengths
 _MAX_WIDTH = 512
 _BLOCK_TOKENS = 4096  # the most tokens in a block, all rows together: bounds the memory of long prompts
+_BLOCK_SCORES = 2**26  # the most scores of a block in one layer, float32
 
 
 @dataclasses.dataclass
@@ -34,15 +32,15 @@ class Timings:
 
 
 class Runner:
-    """A model with the programs that were compiled for it so far, by function and shape."""
+    """A model with its programs, and the time that they took."""
 
-    def __init__(self, params: Params) -> None:
+    def __init__(self, params: Params, compile_cache: str | Path | None = None) -> None:
+        """Take a model; programs are kept in the folder `compile_cache`, or in memory alone."""
         self.params = params
         self.mesh = mesh.mesh_of(params)
-        self.shards = mesh.shape_of(self.mesh).data  # that the rows of a batch are divided into
-        self._on_mesh = sharding.programs(params)
+        self.shards, self.parts = mesh.shape_of(self.mesh)  # of the rows of a batch, and of the model
         self.timings = Timings()
-        self._programs: dict[Any, Any] = {}
+        self._programs = Programs(params, compile_cache)
 
     def check(self, ids: Sequence[int]) -> None:
         """Raise ValueError for a prompt that the model can't read: no tokens, too many, or not of its vocabulary."""
@@ -54,21 +52,19 @@ class Runner:
         if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
             raise ValueError(f"token id {wrong[0]}: expected 0 to {config.vocab_size - 1}, the model's vocabulary")
 
-    def call(self, function: Any, *args: Any, **static: Any) -> Any:
-        """Call a jitted function; compile it first where that was not done for these shapes."""
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return function(*args, **static)
-        function = self._on_mesh.get(function, function)
-        key = (function, *map(np.shape, jax.tree.leaves(args)), *static.values())
-        if (program := self._programs.get(key)) is None:
-            began = time.perf_counter()
-            program = self._programs[key] = function.lower(*args, **static).compile()
-            self.timings.compile_seconds += time.perf_counter() - began
-        return program(*args)
+    def call(self, program: Program, *args: Any, **static: Any) -> Any:
+        """Run a program of `programs` on arrays; it adds the model."""
+        result = self._programs.call(program, *args, **static)
+        self.timings.compile_seconds = self._programs.seconds
+        return result
 
     def put(self, tree: Any, where: Any) -> Any:
-        """Lay host arrays out as `where` says: a tree of specs of `sharding`, or one for all."""
+        """Lay host arrays out as `where` says: a tree of specs, or one for all."""
         return mesh.put(self.mesh, tree, where)
+
+    def get(self, tree: Any) -> Any:
+        """Fetch small arrays as NumPy's."""
+        return processes.get(tree)
 
     def agree(self, tree: Any) -> Any:
         """Return what the first of several processes has: all of them must do the same."""
@@ -83,128 +79,6 @@ class Runner:
         setattr(self.timings, f"{phase}_seconds", getattr(self.timings, f"{phase}_seconds") + spent)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """A cache of one row, left by an earlier batch, and the ids whose keys and values are in it."""
-
-    state: decode.State
-    ids: list[int]
-
-
-class Batch:
-    """Rows that are generated together: their `State`, and how much of it was handed out."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        prompts: Sequence[Sequence[int]],
-        settings: Sequence[Settings],
-        stop_ids: Sequence[int],
-        kept: Kept | None = None,
-    ) -> None:
-        """Read the prompts and draw the first token of each.
-
-        Args:
-          runner: the model.
-          prompts: ids of each row.
-          settings: of each row.
-          stop_ids: the tokens that end a row.
-          kept: what an earlier batch of one row left; it is used up. Only what its ids lack of the prompt is read.
-
-        Raises:
-          ValueError: a prompt that the model can't read.
-        """
-        for ids in prompts:
-            runner.check(ids)
-        context = runner.params.config.max_seq_len
-        rows = runner.shards * batch_rows(len(prompts), runner.shards, runner.params.embedding.dtype)
-        spare = rows - len(prompts)  # rows of one token, full from the start
-        self._runner = runner
-        self._taken = np.array([len(ids) for ids in prompts] + [1] * spare, np.int32)
-        ends = [min(n + s.max_new_tokens, context) for n, s in zip(self._taken.tolist(), settings, strict=False)]
-        stop = Stop(np.array(stop_ids, np.int32), np.array(ends + [1] * spare, np.int32))  # type: ignore[arg-type]
-        self._stop = runner.put(stop, sharding.STOP)
-        sampling = runner.agree(to_sampling([*settings, *[Settings()] * spare]))  # random seeds, and so the text
-        self._sampling = runner.put(sampling, sharding.SAMPLING)
-        self._read(prompts, kept)
-
-    def _read(self, prompts: Sequence[Sequence[int]], kept: Kept | None) -> None:
-        rows, longest = len(self._taken), int(self._taken.max())
-        # The last token is read in any case: its logits are wanted.
-        begin = 0 if kept is None else min(common_prefix(kept.ids, prompts[0]), longest - 1)
-        width = block_width(rows // self._runner.shards, longest - begin)
-        blocks = range(begin, longest, width)
-        slots = cache_slots(max(longest + 1, blocks[-1] + width))
-        call, put, params = self._runner.call, self._runner.put, self._runner.params
-        with self._runner.timed("prompt"):
-            cache = None
-            if kept is not None:
-                slots = max(slots, kept.state.tokens.shape[1])
-                cache = self._grown(kept.state, slots).cache
-            tokens = np.zeros((rows, slots), np.int32)
-            for row, ids in zip(tokens, prompts, strict=False):
-                row[: len(ids)] = ids
-            tokens, length = put((tokens, self._taken), mesh.ROWS)
-            state = call(decode.compiled_start, params, tokens, length, self._stop, cache)
-            for first in blocks:
-                state = call(
-                    decode.compiled_read_prompt,
-                    params, state, self._sampling, self._stop, np.int32(first), width=width,
-                )  # fmt: skip
-            self._fetch(state)
-        self._runner.timings.prompt_tokens += sum(map(len, prompts)) - begin
-
-    def keep(self) -> Kept | None:
-        """Return what a following batch can use; None where a step was broken off. This batch is over then."""
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
-            return None
-        return Kept(self._state, self._tokens[0, : self._pos[0]].tolist())
-
-    def _grown(self, state: decode.State, slots: int) -> decode.State:
-        if state.tokens.shape[1] == slots:
-            return state
-        grown: decode.State = self._runner.call(decode.compiled_grow, state, slots=slots)
-        return grown
-
-    def _fetch(self, state: decode.State) -> None:
-        self._state = state
-        self._tokens, self._logprobs, self._pos, done = processes.get(state[1:])
-        self.done = np.array(done)
-
-    def advance(self, steps: int) -> None:
-        """Generate up to `steps` tokens in each row that isn't done."""
-        call, params = self._runner.call, self._runner.params
-        slots, before = self._tokens.shape[1], self._pos.sum()
-        steps = int(self._runner.agree(np.int32(steps)))
-        with self._runner.timed("decode"):
-            is_full = self._pos[~self.done].max(initial=0) + 1 >= slots
-            state = self._grown(self._state, 2 * slots if is_full else slots)
-            state = state._replace(done=self._runner.put(self.done, mesh.ROWS))
-            self._fetch(call(decode.compiled_decode, params, state, self._sampling, self._stop, np.int32(steps)))
-        self._runner.timings.decode_tokens += int(self._pos.sum() - before)
-
-    def take(self, row: int) -> tuple[list[int], list[float]]:
-        """Return the ids generated in a row since the last call, and their log-probabilities.
-
-        Raises:
-          FloatingPointError: the model's logits were not finite.
-        """
-        new = slice(int(self._taken[row]), int(self._pos[row]) + 1)
-        if not np.isfinite(self._logprobs[row, new]).all():
-            raise FloatingPointError(f"non-finite logits at position {new.stop - 2}: the weights hold NaN or infinity")
-        self._taken[row] = new.stop
-        return self._tokens[row, new].tolist(), self._logprobs[row, new].tolist()
-
-    def end(self, row: int) -> None:
-        """Generate no more in this row."""
-        self.done[row] = True
-
-
-def common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
-    """Return how many ids two sequences begin with in common."""
-    return next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-
-
 def batch_rows(prompts: int, shards: int, dtype: str) -> int:
     """Return how many rows of a batch each of `shards` gets, with weights of a dtype."""
     rows = power_of_two(-(-prompts // shards))
@@ -212,15 +86,22 @@ def batch_rows(prompts: int, shards: int, dtype: str) -> int:
     return max(rows, 2) if dtype == "int8" and prompts > 1 else rows
 
 
-def block_width(rows: int, longest: int) -> int:
-    """Return how many tokens of each of `rows` prompts, the longest of `longest`, are read at a time."""
-    most = _BLOCK_TOKENS // power_of_two(rows)
-    return min(power_of_two(longest, _MIN_WIDTH), max(_MIN_WIDTH, min(_MAX_WIDTH, most)))
+def block_width(rows: int, longest: int, scores: int) -> int:
+    """Return how many tokens of each of `rows` prompts are read at a time.
+
+    Args:
+      rows: on a device.
+      longest: the tokens of the longest prompt.
+      scores: of a token, in one layer on a device: slots times query heads. They bound the memory of long contexts.
+    """
+    most = max(min(_BLOCK_TOKENS, _BLOCK_SCORES // scores) // power_of_two(rows), 1)
+    return min(power_of_two(longest, _MIN_WIDTH), _MAX_WIDTH, max(_MIN_WIDTH, 1 << (most.bit_length() - 1)))
 
 
-def cache_slots(tokens: int) -> int:
-    """Return the slots of a cache for rows of up to `tokens` tokens."""
-    return power_of_two(tokens, _MIN_SLOTS)
+def cache_slots(tokens: int, context: int | None = None) -> int:
+    """Return the slots of a cache for rows of up to `tokens` tokens, of a model with such a context."""
+    slots = power_of_two(tokens, _MIN_SLOTS)
+    return slots if context is None else min(slots, -(-context // _MIN_WIDTH) * _MIN_WIDTH)
 
 
 def power_of_two(n: int, least: int = 1) -> int:

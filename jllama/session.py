@@ -6,9 +6,9 @@ from collections.abc import Generator
 
 from jllama import generation
 from jllama.chat import Conversation, Template
-from jllama.generation import Completion, Prompt, Row
+from jllama.generation import Answer, Completion, Prompt
 from jllama.llm import LLM
-from jllama.runner import Batch, Kept
+from jllama.pool import Kept, Pool
 from jllama.settings import Settings
 
 
@@ -52,15 +52,13 @@ class Session:
         room = min(self.settings.max_new_tokens, context // 2)  # for the answer
         ids, conversation, self.dropped = self.conversation.ask(question, context - room)
         self.llm.runner.check(ids)
-        row = Row(self.llm.tokenizer, Prompt(question, self.settings), ids)
+        answer = Answer(self.llm.tokenizer, Prompt(question, self.settings), ids)
+        pool = Pool(self.llm.runner, self.llm.tokenizer.stop_ids, 1)
         kept, self._kept = self._kept, None
-        batch: Batch | None = None
         try:
-            for batch in generation.run(self.llm.runner, [row], self.llm.tokenizer.stop_ids, stream=True, kept=kept):  # noqa: B007
-                if piece := row.new_text():
-                    yield piece
+            yield from generation.follow(pool, answer, kept)
         finally:
-            if batch is not None:
-                self._kept = batch.keep()
-                self.conversation = conversation.add(question, row.text)
-        return row.completion()
+            for row in pool.rows:  # none, where the prompt was not read to its end
+                self._kept = pool.leave(row)
+                self.conversation = conversation.add(question, answer.text)
+        return answer.completion()

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from jllama.errors import listed, quoted, shown
 
 if TYPE_CHECKING:
-    import jax
-
     from jllama.sampling import Sampling
 
 _INT32 = 2**31 - 1
@@ -144,16 +142,16 @@ def _plain(value: Any, about: About, *, optional: bool) -> Any:
 
 def to_sampling(rows: Sequence[Settings]) -> Sampling:
     """Gather the sampling settings of a batch; a seed of None becomes a random one."""
-    import jax.numpy as jnp  # not at the top, because --help wants the settings alone
+    import numpy as np  # not at the top, because --help wants the settings alone
 
     from jllama.sampling import Sampling
 
-    def array(field: str, dtype: str) -> jax.Array:
-        return jnp.array([getattr(row, field) for row in rows], dtype)
+    def array(field: str, dtype: str) -> Any:
+        return np.array([getattr(row, field) for row in rows], dtype)
 
     dtypes = {field.name: field.metadata["about"].dtype for field in dataclasses.fields(Settings)}
     seeds = [secrets.randbits(64) if row.seed is None else row.seed % 2**64 for row in rows]
     return Sampling(
         **{name: array(name, dtype) for name, dtype in dtypes.items() if dtype},
-        seed=jnp.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], jnp.uint32),
+        seed=np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32),  # type: ignore[arg-type]
     )

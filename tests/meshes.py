@@ -17,13 +17,14 @@ import oracle
 import tiny
 from jax.sharding import Mesh
 
-from jllama import checkpoint, sharding
+from jllama import checkpoint, programs
 from jllama import mesh as meshes
 from jllama.checkpoint.build import build_params
 from jllama.checkpoint.source import Source
 from jllama.config import Config
 from jllama.model import Params, init_cache, prefill, step
-from jllama.runner import Batch, Runner
+from jllama.pool import Pool
+from jllama.runner import Runner
 from jllama.sampling import argmax
 from jllama.settings import Settings
 from jllama.tensors import fitted
@@ -108,7 +109,7 @@ def compare(case: str, folder: Path) -> dict[str, Any]:
         mesh = mesh_of(text)
         params = load(name, dtype, mesh, folder)
         rows = meshes.ROWS
-        run = sharding.over(mesh, greedy, (meshes.specs(params), rows, rows), (rows, rows))
+        run = programs.over(mesh, greedy, (meshes.specs(params), rows, rows), (rows, rows))
         arguments = (params, *meshes.put(mesh, (tokens, length), rows))
         program = run.lower(*arguments).compile()
         found_ids, found = map(np.asarray, program(*arguments))
@@ -139,12 +140,14 @@ def batch(name: str, dtype: str, text: str | None, steps: int) -> dict[str, Any]
     runner = Runner(params)
     prompts = [tiny.ids(params.config, n, seed=n).tolist() for n in (1, 5, 12, 7, 3)]
     settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i) for i in range(5)]
-    rows = Batch(runner, prompts, settings, [2])
-    while not rows.done.all():
-        rows.advance(steps)
-    ids = [rows.take(i)[0] for i in range(5)]
-    cache = rows._state.cache.k[0]
-    programs = list(runner._programs.values())  # start, read_prompt, decode
+    pool = Pool(runner, [2], 5)
+    rows = pool.join(list(zip(prompts, settings, strict=True))).finish()
+    while not all(row.done for row in rows):
+        pool.advance(steps)
+    ids = [pool.take(row)[0] for row in rows]
+    assert pool._state is not None
+    cache = pool._state.cache.k[0]
+    programs = list(runner._programs._compiled.values())  # start, read_prompt, decode
     loop = programs[-1]
     return {
         "ids": ids,

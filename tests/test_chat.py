@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from jllama import tokenizer
 from jllama.chat import ChatError, Conversation, Template, find_template
-from jllama.runner import common_prefix
+from jllama.pool import common_prefix
 from jllama.tokenizer import TokenizerError
 from jllama.tokenizer.bpe import GPT2_SPLIT, LLAMA3_SPLIT
 from jllama.tokenizer.pieces import alphabet

@@ -238,6 +238,22 @@ def test_prompts_from_a_pipe_are_read_once(model: Path, tmp_path: Path) -> None:
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["one", "two"], done.stderr
 
 
+def test_whoever_writes_a_prompt_and_waits_gets_its_answer(model: Path, tmp_path: Path) -> None:
+    command = [*MAIN, f"--checkpoint={model}", "--prompt_file=-", "--max_new_tokens=3", f"--compile_cache={tmp_path}"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for prompt in ("one", "two three", ""):
+        process.stdin.write(f"{prompt}\n".encode())
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["prompt"] == prompt
+    process.stdin.write(b"four\nfive\n\xff\n")
+    out, _ = process.communicate(timeout=60)
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["four", "five"]
+    assert process.returncode == 1
+
+
 @pytest.mark.parametrize("flag", ["--prompt_file=-", "--mode=chat"])
 def test_closed_standard_input(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
     monkeypatch.setattr(sys, "stdin", None)

@@ -11,8 +11,10 @@ import pytest
 import tiny
 
 from jllama import decode
-from jllama.decode import Stop, compiled_decode, compiled_grow, compiled_read_prompt, generate, start
-from jllama.runner import Batch, Runner
+from jllama.decode import Stop, generate, start
+from jllama.pool import Pool
+from jllama.programs import DECODE, READ_PROMPT
+from jllama.runner import Runner
 from jllama.settings import Settings
 
 NONE = jnp.array([-1], jnp.int32)
@@ -29,19 +31,16 @@ def oracle_greedy(weights: oracle.Weights, config, prompt: np.ndarray, n: int) -
 
 def batch_greedy(params, prompts: list[list[int]], n: int, steps: int = 2**30, stop_ids: tuple[int, ...] = (-1,)):
     """Generate with the host's loop; returns the ids of each row."""
-    batch = Batch(
-        RUNNERS.setdefault(id(params), Runner(params)),
-        prompts,
-        [Settings(temperature=0.0, max_new_tokens=n)] * len(prompts),
-        stop_ids,
-    )
-    rows: list[list[int]] = [[] for _ in prompts]
+    pool = Pool(RUNNERS.setdefault(id(params), Runner(params)), stop_ids, len(prompts))
+    settings = Settings(temperature=0.0, max_new_tokens=n)
+    rows = pool.join([(prompt, settings) for prompt in prompts]).finish()
+    found: list[list[int]] = [[] for _ in prompts]
     while True:
-        for i, row in enumerate(rows):
-            row += batch.take(i)[0]
-        if batch.done.all():
-            return rows
-        batch.advance(steps)
+        for ids, row in zip(found, rows, strict=True):
+            ids += pool.take(row)[0]
+        if all(row.done for row in rows):
+            return found
+        pool.advance(steps)
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
@@ -105,7 +104,7 @@ def test_prompts_that_do_not_fit_are_refused_before_any_work() -> None:
         ([3, -5], "-5"),
     ):
         with pytest.raises(ValueError, match=words):
-            Batch(runner, [[5], ids], [Settings()] * 2, [2])
+            Pool(runner, [2], 2).join([([5], Settings()), (ids, Settings())])
     assert runner.timings.prompt_tokens == 0
 
 
@@ -138,16 +137,17 @@ def test_a_long_prompt_is_read_in_blocks() -> None:
 def test_a_kept_cache_serves_any_prompt_that_begins_like_it(shared_length: int) -> None:
     params, weights = tiny.model("gqa")
     first = tiny.ids(params.config, 12)
-    settings = [Settings(temperature=0.0, max_new_tokens=8)]
+    settings = Settings(temperature=0.0, max_new_tokens=8)
     runner = RUNNERS.setdefault(id(params), Runner(params))
-    batch = Batch(runner, [first.tolist()], settings, [-1])
-    batch.advance(2**30)
+    pool = Pool(runner, [-1], 1)
+    (row,) = pool.join([(first.tolist(), settings)]).finish()
+    pool.advance(2**30)
     second = np.concatenate([first[:shared_length], tiny.ids(params.config, 12 - shared_length, seed=7)])
     read = runner.timings.prompt_tokens
-    again = Batch(runner, [second.tolist()], settings, [-1], batch.keep())
+    (row,) = pool.join([(second.tolist(), settings)], pool.leave(row)).finish()
     assert runner.timings.prompt_tokens - read == max(12 - shared_length, 1)  # the last token is always read
-    again.advance(2**30)
-    assert again.take(0)[0] == oracle_greedy(weights, params.config, second, 8)
+    pool.advance(2**30)
+    assert pool.take(row)[0] == oracle_greedy(weights, params.config, second, 8)
 
 
 def test_each_row_ends_at_its_own_stop_token() -> None:
@@ -185,8 +185,8 @@ def programs(rows: int, slots: int = 256):
     length = jnp.full(rows, 4, jnp.int32)
     stop = Stop(NONE, length + 10)
     state = start(params, jnp.zeros((rows, slots), jnp.int32), length, stop)
-    read = compiled_read_prompt.lower(params, state, tiny.greedy(rows), stop, np.int32(0), width=16).compile()
-    loop = compiled_decode.lower(params, state, tiny.greedy(rows), stop, np.int32(5)).compile()
+    read = READ_PROMPT.jitted.lower(params, state, tiny.greedy(rows), stop, np.int32(0), width=16).compile()
+    loop = DECODE.jitted.lower(params, state, tiny.greedy(rows), stop, np.int32(5)).compile()
     return read, loop, state, params.config
 
 
@@ -224,23 +224,10 @@ def timed(run, x: jax.Array) -> float:
     return time.perf_counter() - began
 
 
-def test_growing_keeps_what_is_there() -> None:
-    params, _ = tiny.model("gqa")
-    length = jnp.array([3, 1], jnp.int32)
-    state = start(params, tiny.ids(params.config, 2, 8), length, Stop(NONE, length))
-    state = state._replace(cache=jax.tree.map(lambda leaf: leaf + 1, state.cache))
-    grown = compiled_grow(state, slots=16)
-    assert grown.tokens.shape == grown.logprobs.shape == (2, 16)
-    for old, new in zip(jax.tree.leaves(state.cache), jax.tree.leaves(grown.cache), strict=True):
-        np.testing.assert_array_equal(new[:, :8], old)
-        assert new.shape[1] == 16
-        assert not new[:, 8:].any()
-
-
 def test_score_equals_the_oracle() -> None:
     params, weights = tiny.model("llama3")
     tokens = tiny.ids(params.config, 3, 30)
-    logprobs, best = decode.compiled_score(params, tokens)
+    logprobs, best = jax.jit(decode.score)(params, tokens)
     for row in range(3):
         expected = oracle.forward(weights, params.config, tokens[row])[:-1]
         np.testing.assert_allclose(logprobs[row], log_softmax(expected)[np.arange(29), tokens[row, 1:]], atol=1e-4)

@@ -12,9 +12,6 @@ from fuzz.past import PAST
 from fuzz.seeds import SEEDS
 
 CASES = 40  # of each format
-# Their errors have other types yet, or take too long.
-OPEN = {"beside_tokenizer", "chat_template_jinja", "chat_template_json", "gguf_tokenizer", "prompts_txt"}
-OPEN |= {"sentencepiece_model", "tiktoken_model", "tokenizer_json", "vocab_and_merges"}
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +26,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.xfail] if name in OPEN else []) for name in SEEDS]
-)
+@pytest.mark.parametrize("name", SEEDS)
 def test_damaged_files_are_refused_or_read(state: dict[str, Any], name: str) -> None:
     assert state["counts"][name]["cases"] == CASES + len(PAST.get(name, ()))
     assert not {kind: found for kind, found in state["findings"].items() if name in found["formats"]}

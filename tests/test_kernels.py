@@ -15,7 +15,7 @@ import pytest
 import tiny
 from console import Run, error
 
-from jllama import LLM, Prompt, Settings, decode, kernels
+from jllama import LLM, Prompt, Settings, decode, kernels, programs
 from jllama.config import Config
 from jllama.decode import Stop
 from jllama.model import Params, init_cache, step
@@ -319,7 +319,7 @@ def test_the_compiled_loop_copies_no_cache() -> None:
     rows, slots = 4, 64
     stop = Stop(jnp.array([-1], jnp.int32), jnp.full(rows, slots, jnp.int32))
     state = decode.start(params, jnp.ones((rows, slots), jnp.int32), jnp.ones(rows, jnp.int32), stop)
-    text = decode.compiled_decode.lower(params, state, tiny.greedy(rows), stop, np.int32(4)).compile().as_text()
+    text = programs.DECODE.jitted.lower(params, state, tiny.greedy(rows), stop, np.int32(4)).compile().as_text()
     heads = f"{rows * params.config.n_kv_heads},{slots},{params.config.head_dim}]"
     assert "jllama_attend" in text
     assert f"f32[{params.config.n_layers},{heads}" in text
@@ -400,6 +400,7 @@ extern "C" int jllama_ffi_major() {{ return {}; }}
 extern "C" int jllama_ffi_minor() {{ return {}; }}
 extern "C" void jllama_dot() {{}}
 extern "C" void jllama_dot_int8() {{}}
+extern "C" void jllama_dot_groups() {{}}
 extern "C" void jllama_attend() {{}}
 """
 

@@ -103,6 +103,8 @@ def test_published_patterns_are_taken(pattern):
         "([a]+)*",
         "(a+?)+?",
         "(a+b)+?$",
+        r"\w*\w*\w*\w*!",
+        r"(\w*(\w*|b)\w*)\w*!",
     ],
 )
 def test_patterns_that_can_take_forever_are_refused(pattern, tmp_path):

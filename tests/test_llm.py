@@ -15,6 +15,8 @@ import pytest
 import tiny
 
 from jllama import LLM, Completion, Prompt, Settings, checkpoint
+from jllama.chat import ChatError, Template
+from jllama.config import from_toml
 from jllama.model import forward, head, init_cache
 from jllama.settings import Overrides
 
@@ -281,6 +283,39 @@ def test_what_is_no_text_is_named(stories: LLM, text: Any) -> None:
         next(iter(stories.stream(text)))
 
 
+def test_whoever_waits_for_an_answer_before_the_next_prompt_gets_it() -> None:
+    llm = tiny.says(b"?", b"a", b"b")
+    there: list[str] = ["?"]
+
+    def prompts() -> Iterator[Prompt]:
+        while there:
+            yield Prompt(there.pop(), Settings(temperature=0.0))
+
+    results = llm.complete(prompts(), batch_size=4, ready=lambda: bool(there))
+    for n in range(1, 5):  # while nothing is there, nothing is asked for
+        assert next(results).prompt == "?" * n
+        there.append("?" * (n + 1))
+    assert [c.text for c in results] == ["ab"]
+
+
+def test_answers_before_a_faulty_prompt_come_first() -> None:
+    llm = tiny.says(b"?", b"a", b"b")
+    results = llm.complete([Prompt("?" * n) for n in (1, 2, 65, 1)], batch_size=2)
+    assert [len(next(results).prompt), len(next(results).prompt)] == [1, 2]
+    with pytest.raises(ValueError, match="66 tokens"):
+        next(results)
+
+
+def test_a_short_answer_does_not_wait_for_a_long_one() -> None:
+    llm = tiny.says(b"?", *[bytes([97 + i]) for i in range(20)])
+    lengths = [20, 1, 2, 1, 3, 1, 1, 2, 1, 20]
+    prompts = [Prompt("?", Settings(temperature=0.0, max_new_tokens=n)) for n in lengths]
+    before = llm.timings.decode_tokens
+    found = list(llm.complete(prompts, batch_size=2))
+    assert [len(c.tokens) for c in found] == lengths
+    assert llm.timings.decode_tokens - before == sum(lengths) - len(lengths)  # the first are drawn with the prompts
+
+
 def test_what_is_refused(stories: LLM) -> None:
     with pytest.raises(ValueError, match=r"\d+ tokens.*512"):
         stories.generate(["fine", "word " * 600])
@@ -332,6 +367,38 @@ def test_score_of_a_text() -> None:
     assert score.best.tolist() == best
     with pytest.raises(ValueError, match="empty"):
         llm.score("")
+
+
+def test_random_weights_of_a_config(shared: Path) -> None:
+    folder = shared / "models/stories260K"
+    config = Path(__file__).resolve().parents[1] / "configs/stories260K.toml"
+    llm = LLM.load(config=config, tokenizer=folder / "tok512.bin")
+    same = LLM.load(config=from_toml(config), tokenizer=folder)
+    texts = [each.generate(["Once"], seed=1, max_new_tokens=5)[0].text for each in (llm, same)]
+    assert texts[0] == texts[1]
+    assert llm.dtype == "float32"
+    with pytest.raises(ValueError, match="no tokenizer"):
+        LLM.load(config=config)
+    for both in ({}, {"path": folder / "stories260K.bin", "config": config}):
+        with pytest.raises(ValueError, match="either a checkpoint or a config"):
+            LLM.load(**both)
+
+
+def test_chat_is_the_template_and_then_the_model() -> None:
+    llm = tiny.says(b"a", b"b", b"c")
+    with pytest.raises(ChatError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "a"}])
+    template = Template("{% for m in messages %}{{ m.content }}{% endfor %}", llm.tokenizer)
+    llm = LLM(llm.params, llm.tokenizer, template=template)
+    messages = [{"role": "user", "content": "b"}, {"role": "user", "content": "a"}]
+    answer = llm.chat(messages, temperature=0)
+    assert (answer.prompt, answer.text, answer.finish_reason) == ("a", "bc", "stop")
+    assert "".join(llm.stream_chat(messages, temperature=0)) == "bc"
+    assert llm.generate(["ba"], temperature=0)[0].tokens == answer.tokens
+    with pytest.raises(ValueError, match="66 tokens"):
+        llm.chat([{"role": "user", "content": "a" * 65}])
+    with pytest.raises(ChatError, match="role"):
+        llm.chat(["hello"])
 
 
 def test_keyword_arguments_are_the_fields_of_the_settings() -> None:

@@ -57,7 +57,7 @@ def test_meshes_are_read() -> None:
     ):
         with pytest.raises(ValueError, match="expected data:N, model:N or data:N,model:N"):
             mesh.parse(text)
-    with pytest.raises(ValueError, match=r"data:2,model:4 needs 8 devices, and there are 1"):
+    with pytest.raises(ValueError, match=r"data:2,model:4 needs 8 devices, but 1 is available"):
         mesh.make_mesh("data:2,model:4")
     assert mesh.make_mesh("data:1").shape == {"data": 1, "model": 1}
 
@@ -174,9 +174,9 @@ def test_devices_send_sums_and_logits_alone(found: dict[str, Any]) -> None:
 def test_each_device_keeps_its_rows_and_heads_in_place(found: dict[str, Any]) -> None:
     mesh = found["batches"][1]
     # 8 rows and 2 key heads, one for each of 4 devices, so each head twice: 4 rows and 1 head on each of 8.
-    assert mesh["cache"] == [[32, 256, 6], [4, 256, 6]]
+    assert mesh["cache"] == [[32, 64, 6], [4, 64, 6]]
     assert mesh["copies"] == 0
-    assert mesh["reused"] >= 2 * 2 * 4 * 256 * 6 * 4
+    assert mesh["reused"] >= 2 * 2 * 4 * 64 * 6 * 4
 
 
 def test_each_device_holds_its_part_of_each_weight(found: dict[str, Any]) -> None:
@@ -309,7 +309,7 @@ def test_when_a_process_is_killed_the_other_ends_too(
     output = tmp_path / "out.jsonl"
     processes = start_two(flags(model, "many.txt", f"--mesh={mesh}", f"--output={output}"))
     deadline = time.monotonic() + 200
-    while not (output.exists() and output.stat().st_size > 0):
+    while not (output.exists() and output.read_bytes().count(b"\n") >= 10):
         assert time.monotonic() < deadline
         assert [process.poll() for process in processes] == [None, None], processes[0].communicate()
         time.sleep(0.05)
@@ -335,7 +335,7 @@ def test_what_does_not_go_with_several_devices(run: Run, model: Path, tmp_path: 
     checked = [f"--checkpoint={model}"]
     for more, words in (
         (["--mesh=rows:2"], "mesh = 'rows:2'"),
-        (["--mesh=data:2"], "needs 2 devices, and there are 1"),
+        (["--mesh=data:2"], "needs 2 devices, but 1 is available"),
         (["--mode=bench", "--mesh=data:1"], "neither --mesh nor --coordinator"),
         ([f"--save={tmp_path}/x.bin", "--mesh=data:1"], "neither --mesh nor --coordinator"),
         (["--mode=chat", "--coordinator=auto"], "no --coordinator"),

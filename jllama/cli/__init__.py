@@ -74,7 +74,10 @@ def _run(argv: list[str]) -> None:
 
     from jllama.cli import folders
 
-    folders.keep_programs(FLAGS.compile_cache)
+    if FLAGS.mesh or name == "bench":  # of what `Programs` doesn't keep
+        folder = folders.for_programs(FLAGS.compile_cache)
+        if folder is not None:
+            folders.keep_programs(folder)
     command = importlib.import_module(f"jllama.cli.{commands.COMMANDS[name].module}")
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)

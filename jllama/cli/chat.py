@@ -9,8 +9,6 @@ import json
 import sys
 from collections.abc import Iterator
 
-from jllama.chat import find_template
-from jllama.checkpoint import hub
 from jllama.cli import errors, output
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded, user_folder
@@ -36,10 +34,8 @@ def main() -> None:
         raise ValueError("chat reads from one terminal: expected no --coordinator")
     stdin = standard_input()
     settings = Settings(**{field.name: getattr(FLAGS, field.name) for field in dataclasses.fields(Settings)})
-    with waiting("loading the model"):
-        llm, load_seconds = load()
-        path = expanded(FLAGS.tokenizer) if FLAGS.config else hub.local(FLAGS.checkpoint)
-        template = find_template(path, llm.tokenizer)
+    llm, load_seconds = load()
+    template = llm.template
     if template.guessed:
         output.note(f"the model brings no chat template: using the {template.name}")
     session = Session(llm, template, FLAGS.system_prompt, settings)

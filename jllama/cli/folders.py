@@ -31,27 +31,32 @@ def expanded(path: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def keep_programs(folder: str | None) -> None:
-    """Let JAX keep compiled programs in a folder: "" nowhere, None in the user's cache folder if that can be.
+def for_programs(folder: str | None) -> Path | None:
+    """Return the folder for compiled programs: none for "", for None the one in the user's cache if that can be.
 
     Raises:
-      OSError: the folder that was named can't be made or written to.
+      OSError: the folder that was named can't be made.
     """
     if folder == "":
-        return
-    import jax
-
+        return None
     if folder is None:
         if (cache := user_folder("XDG_CACHE_HOME", ".cache")) is None:
-            return
+            return None
         path = cache / f"jaxlib-{version('jaxlib')}"  # another jaxlib can't use them
         with contextlib.suppress(OSError):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
-            return
+            return None
     else:
         path = expanded(folder)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def keep_programs(path: Path) -> None:
+    """Let JAX keep the programs there that `Programs` doesn't: those of a mesh and of the benchmark."""
+    import jax
+
     jax.config.update("jax_compilation_cache_dir", str(path))  # type: ignore[no-untyped-call]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # type: ignore[no-untyped-call]
     _prune(path)
@@ -60,13 +65,15 @@ def keep_programs(folder: str | None) -> None:
 
 def _prune(folder: Path) -> None:
     """Remove the oldest programs where there are too many: JAX itself bounds them only with another library."""
-    found = [(file, file.stat()) for file in folder.glob("*-cache")]
-    total = sum(stat.st_size for _, stat in found)
-    for file, stat in sorted(found, key=lambda each: each[1].st_mtime):
-        if total <= _CACHE_BYTES:
-            return
-        file.unlink(missing_ok=True)
-        total -= stat.st_size
+    found = []
+    for file in folder.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            found.append((file.stat().st_mtime, file.stat().st_size, file))
+    total = sum(size for _, size, _ in found)
+    for _, size, file in sorted(found):
+        if total > _CACHE_BYTES:
+            file.unlink(missing_ok=True)
+            total -= size
 
 
 def _replace_damaged(folder: Path) -> None:

@@ -23,7 +23,7 @@ from jllama.cli.loading import load
 from jllama.cli.status import waiting
 from jllama.generation import Completion, Prompt
 from jllama.llm import LLM
-from jllama.prompts import Request
+from jllama.prompts import Arriving, Request
 from jllama.settings import Settings
 
 
@@ -31,8 +31,7 @@ def main() -> None:
     """Continue the prompts."""
     _check()
     settings = Settings(**{field.name: getattr(FLAGS, field.name) for field in dataclasses.fields(Settings)})
-    with waiting("loading the model"):
-        llm, load_seconds = load()
+    llm, load_seconds = load()
     try:
         if FLAGS.prompt_file:
             _print_file(llm, settings)
@@ -76,7 +75,12 @@ def _print_file(llm: LLM, settings: Settings) -> None:
         raise ValueError(f"{path}: expected a regular file, to be read several times")
     count = sum(1 for _ in read()) if is_file else None
     done = _count_results(llm, read()) if FLAGS.resume else 0
-    _print_json(llm, itertools.islice(read(), done, None), count, done)
+    requests = itertools.islice(read(), done, None)
+    if is_file:
+        _print_json(llm, requests, count, done)
+    else:
+        arriving = Arriving(requests)  # whoever writes one prompt and waits for its answer gets it
+        _print_json(llm, arriving, count, done, ready=arriving.ready)
 
 
 def _count_results(llm: LLM, requests: Iterator[Request]) -> int:
@@ -93,7 +97,13 @@ def _count_results(llm: LLM, requests: Iterator[Request]) -> int:
     return done
 
 
-def _print_json(llm: LLM, requests: Iterator[Request], count: int | None, done: int = 0) -> None:
+def _print_json(
+    llm: LLM,
+    requests: Iterator[Request],
+    count: int | None,
+    done: int = 0,
+    ready: Callable[[], bool] = lambda: True,
+) -> None:
     """Write one JSON line a prompt, in order, as soon as there are answers."""
     from tqdm import tqdm
 
@@ -110,7 +120,7 @@ def _print_json(llm: LLM, requests: Iterator[Request], count: int | None, done: 
         if FLAGS.output:
             path = expanded(FLAGS.output) if jax.process_index() == 0 else os.devnull
             file = stack.enter_context(open(path, "ab"))
-        for completion in llm.complete(taken(), batch_size=FLAGS.batch_size, progress=bar.update):
+        for completion in llm.complete(taken(), batch_size=FLAGS.batch_size, ready=ready, progress=bar.update):
             given = {} if (name := ids.popleft()) is None else {"id": name}
             answer = given | {field: value(completion) for field, value in _fields().items()}
             if file is None:

@@ -9,11 +9,13 @@ import time
 import jax
 from absl import logging
 
-from jllama import checkpoint, config, mesh, processes, tokenizer
+from jllama import checkpoint, config, mesh, processes
 from jllama.checkpoint import hub
+from jllama.cli import folders
 from jllama.cli.errors import check_devices
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded
+from jllama.cli.status import waiting
 from jllama.llm import LLM
 from jllama.model import Params
 from jllama.run import choose
@@ -25,13 +27,27 @@ def load() -> tuple[LLM, float]:
     check_source()
     _connect()
     check_devices()
+    with waiting("loading the model"):
+        llm = _load()
+    return llm, time.perf_counter() - began
+
+
+def _load() -> LLM:
     if FLAGS.config and not FLAGS.tokenizer:
         raise ValueError("--config makes random weights, which bring no tokenizer: expected --tokenizer too")
-    path = expanded(FLAGS.tokenizer) if FLAGS.tokenizer else hub.local(FLAGS.checkpoint)
-    found = tokenizer.find(path) if path.is_dir() or not FLAGS.tokenizer else path
-    llm = LLM(weights(FLAGS.dtype), tokenizer.load(found))
+    llm = LLM.load(
+        None if FLAGS.config else FLAGS.checkpoint,
+        config=expanded(FLAGS.config) if FLAGS.config else None,
+        tokenizer=expanded(FLAGS.tokenizer) if FLAGS.tokenizer else None,
+        dtype=FLAGS.dtype,
+        rope_theta=FLAGS.rope_theta,
+        mesh=FLAGS.mesh or None,
+        kernels=FLAGS.kernels,
+        kv_dtype=FLAGS.kv_dtype,
+        compile_cache=folders.for_programs(FLAGS.compile_cache),
+    )
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
-    return llm, time.perf_counter() - began
+    return llm
 
 
 def check_source() -> None:

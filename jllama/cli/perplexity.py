@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jllama.cli import output
+from jllama.cli import folders, output
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded
 from jllama.cli.loading import load, weights
@@ -24,7 +24,7 @@ def main() -> None:
     score = llm.score(text)
     _print_score(llm, score)
     if llm.dtype != "float32":
-        exact = LLM(weights("float32"), llm.tokenizer)
+        exact = LLM(weights("float32"), llm.tokenizer, compile_cache=folders.for_programs(FLAGS.compile_cache))
         expected = exact.score(text)
         _print_score(exact, expected)
         print(f"greedy agreement with float32: {np.mean(score.best == expected.best):.2%}")

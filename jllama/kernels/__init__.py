@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from types import MappingProxyType
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     import jax
 
 _HERE = Path(__file__).parent
-_HANDLERS = ("jllama_dot", "jllama_dot_int8", "jllama_attend")
-_KERNELS = ("float32", "bfloat16", "int8", "attention")  # in the library's order
+_HANDLERS = ("jllama_dot", "jllama_dot_int8", "jllama_dot_groups", "jllama_attend")
+# Kinds of groups, in the order of the kernels'.
+GROUPS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+_KERNELS = ("float32", "bfloat16", "int8", "groups", "attention")  # in the library's order
 
 
 class _Loaded(NamedTuple):
@@ -44,7 +46,7 @@ def available() -> bool:
 
 
 def has(name: str) -> bool:
-    """Whether a kernel runs here: products with "float32", "bfloat16" or "int8" weights, or "attention"."""
+    """Whether a kernel runs here: products with "float32", "bfloat16", "int8" or "groups", or "attention"."""
     return name in _load().sets and available()
 
 
@@ -111,6 +113,30 @@ def dot_int8(
     """
     y: jax.Array = _call("jllama_dot_int8", _float32(x.shape[0], values.shape[-2]))(
         values, scale, _number(layer, 2, values), x, fine=bool(fine)
+    )
+    return y
+
+
+def dot_groups(kind: str, parts: Sequence[jax.Array | None], x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+    """Multiply `x`, rounded to int8 with a scale for each 32 elements, by a weight in groups, transposed.
+
+    Args:
+      kind: one of GROUPS.
+      parts: those of `weights.groups.Groups`, each `[out, n]`, or `[L, out, n]` with a layer.
+      x: float32 `[R, in]`.
+      layer: as for `dot`.
+
+    Returns:
+      float32 `[R, out]`.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+
+    there = [part for part in parts if part is not None]
+    dtypes = (jnp.uint8,) * 4 + (jnp.float16,) * 2
+    filled = [jnp.zeros(0, dtype) if part is None else part for part, dtype in zip(parts, dtypes, strict=True)]
+    y: jax.Array = _call("jllama_dot_groups", _float32(x.shape[0], there[0].shape[-2]))(
+        *filled, _number(layer, 2, *there), x, kind=np.int64(GROUPS.index(kind))
     )
     return y
 

@@ -3,6 +3,7 @@
 #include "vector_avx2.h"
 
 #include "attention.h"
+#include "groups.h"
 
 namespace {
 
@@ -27,4 +28,5 @@ struct Int8 : Integers<32> {
 void jllama::add_avx2(Kernels& kernels) {
   add_plain(kernels);
   kernels.dot_int8 = ::dot_int8<Int8>;
+  add_groups<GroupBytes<Int8>>(kernels);
 }

@@ -3,6 +3,7 @@
 #include "vector_avx512.h"
 
 #include "attention.h"
+#include "groups.h"
 
 namespace {
 
@@ -29,4 +30,5 @@ struct Int8 : Integers<64> {
 void jllama::add_avx512(Kernels& kernels) {
   add_plain(kernels);
   kernels.dot_int8 = ::dot_int8<Int8>;
+  add_groups<GroupBytes<Int8>>(kernels);
 }

@@ -2,7 +2,7 @@
 
 #include "vector_avx512.h"
 
-#include "products.h"
+#include "groups.h"
 
 namespace {
 
@@ -23,4 +23,7 @@ struct Int8 : Integers<64> {
 
 }  // namespace
 
-void jllama::add_avx512_vnni(Kernels& kernels) { kernels.dot_int8 = ::dot_int8<Int8>; }
+void jllama::add_avx512_vnni(Kernels& kernels) {
+  kernels.dot_int8 = ::dot_int8<Int8>;
+  add_groups<GroupBytes<Int8>>(kernels);
+}

@@ -2,7 +2,7 @@
 
 #include "vector_avx2.h"
 
-#include "products.h"
+#include "groups.h"
 
 namespace {
 
@@ -22,4 +22,7 @@ struct Int8 : Integers<32> {
 
 }  // namespace
 
-void jllama::add_avx_vnni(Kernels& kernels) { kernels.dot_int8 = ::dot_int8<Int8>; }
+void jllama::add_avx_vnni(Kernels& kernels) {
+  kernels.dot_int8 = ::dot_int8<Int8>;
+  add_groups<GroupBytes<Int8>>(kernels);
+}

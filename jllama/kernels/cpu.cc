@@ -17,24 +17,24 @@ bool always() { return true; }
 
 #if defined(__x86_64__)
 
+// Not every compiler knows the names of these features: bit `bit` of EAX (register 0) or ECX (2) of a leaf.
+bool feature(unsigned leaf, unsigned subleaf, int which, int bit) {
+  unsigned registers[4];
+  return __get_cpuid_count(leaf, subleaf, &registers[0], &registers[1], &registers[2], &registers[3]) &&
+         (registers[which] >> bit & 1);
+}
+
 // __builtin_cpu_supports asks the system too, which must save the registers.
-bool avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && feature(1, 0, 2, 29); }
 
 bool avx512() {
   return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-// Bit `bit` of EAX (register 0) or ECX (2) of leaf 7: not every compiler knows the names of these features.
-bool leaf7(unsigned subleaf, int which, int bit) {
-  unsigned registers[4];
-  return __get_cpuid_count(7, subleaf, &registers[0], &registers[1], &registers[2], &registers[3]) &&
-         (registers[which] >> bit & 1);
-}
-
-bool avx_vnni() { return avx2() && leaf7(1, 0, 4); }
-bool avx512_vnni() { return avx512() && leaf7(0, 2, 11); }
-bool avx512_bf16() { return avx512() && leaf7(1, 0, 5); }
+bool avx_vnni() { return avx2() && feature(7, 1, 0, 4); }
+bool avx512_vnni() { return avx512() && feature(7, 0, 2, 11); }
+bool avx512_bf16() { return avx512() && feature(7, 1, 0, 5); }
 
 #elif defined(__aarch64__)
 
@@ -76,8 +76,9 @@ Kernels kernels_up_to(const InstructionSet& last) {
     const Kernels before = kernels;
     set->add(kernels);
     const bool changed[] = {kernels.dot_float32 != before.dot_float32, kernels.dot_bfloat16 != before.dot_bfloat16,
-                            kernels.dot_int8 != before.dot_int8, kernels.attend != before.attend};
-    for (int i = 0; i < 4; ++i)
+                            kernels.dot_int8 != before.dot_int8,
+                            kernels.dot_groups[0] != before.dot_groups[0], kernels.attend != before.attend};
+    for (int i = 0; i < 5; ++i)
       if (changed[i]) kernels.sets[i] = static_cast<int>(set - kInstructionSets);
   }
   return kernels;

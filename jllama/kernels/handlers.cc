@@ -69,14 +69,14 @@ Kernels chosen{};
 
 const Kernels& kernels() { return chosen; }
 
-std::string shape(Shape dimensions) {
+std::string shape_of(const std::vector<int64_t>& dimensions) {
   std::string text = "[";
   for (size_t i = 0; i < dimensions.size(); ++i) text += (i ? ", " : "") + std::to_string(dimensions[i]);
   return text + "]";
 }
 
 ffi::Error wrong(const std::string& what, const std::string& expected, Shape found) {
-  return ffi::Error::InvalidArgument("jllama: " + what + " has the shape " + shape(found) + ": expected " + expected);
+  return ffi::Error::InvalidArgument("jllama: " + what + " has the shape " + shape_of({found.begin(), found.end()}) + ": expected " + expected);
 }
 
 bool is(Shape found, std::initializer_list<int64_t> expected) {
@@ -139,6 +139,57 @@ ffi::Error dot_int8(ffi::ThreadPool threads, ffi::Buffer<ffi::S8> w, F32 scale, 
   p.out = shape[1], p.rows = x.dimensions()[0], p.in = shape[2];
   XlaPool pool(threads);
   jllama::dot_int8(pool, kernels(), p, x.typed_data(), fine);
+  return ffi::Error::Success();
+}
+
+// What each kind of groups is made of: bits of values and high, elements that share a d, whether there are scales, m.
+struct GroupShape {
+  int64_t bits, high_bits, share;
+  bool scales, m;
+};
+constexpr GroupShape kGroupShapes[jllama::kGroupKinds] = {
+    {8, 0, 32, false, false}, {4, 0, 32, false, false}, {4, 0, 32, false, true}, {4, 1, 32, false, false},
+    {4, 1, 32, false, true},  {4, 0, 256, true, true},  {4, 1, 256, true, true}, {4, 2, 256, true, false}};
+
+ffi::Error dot_groups(ffi::ThreadPool threads, Any values, Any high, Any scales, Any mins, ffi::Buffer<ffi::F16> d,
+                      ffi::Buffer<ffi::F16> m, S32 layer, F32 x, int64_t kind, ResultF32 y) {
+  if (kind < 0 || kind >= jllama::kGroupKinds)
+    return ffi::Error::InvalidArgument("jllama: groups of kind " + std::to_string(kind) + ": expected 0 to 7");
+  const GroupShape& shape = kGroupShapes[kind];
+  const int64_t group = jllama::group_of(static_cast<jllama::GroupKind>(kind));
+  const auto vs = stack(values.dimensions(), 3);
+  if (vs.size() != 3 || vs[0] < 1) return wrong("values", "[L, out, bytes]", values.dimensions());
+  const std::vector<int64_t> w{vs[0], vs[1], vs[2] * 8 / shape.bits};
+  if (ffi::Error error = check(span(w), layer, x.dimensions(), y->dimensions()); error.failure()) return error;
+  const int64_t in = w[2];
+  if (in % shape.share) return wrong("x", "a multiple of " + std::to_string(shape.share) + " columns", x.dimensions());
+  const auto at = layer_of(layer, w[0]);
+  const auto part = [&](const char* name, const auto& buffer, bool there, int64_t columns, size_t bytes,
+                        const void** data) -> ffi::Error {
+    if (!there) return ffi::Error::Success();
+    if (!is(span(stack(buffer.dimensions(), 3)), {w[0], w[1], columns}))
+      return wrong(name, shape_of({w[0], w[1], columns}), buffer.dimensions());
+    if (ffi::ByteWidth(buffer.element_type()) != bytes)
+      return ffi::Error::InvalidArgument(std::string("jllama: ") + name + " is of another dtype");
+    *data = static_cast<const char*>(buffer.untyped_data()) + at * w[1] * columns * bytes;
+    return ffi::Error::Success();
+  };
+  jllama::ProductGroups p{};
+  const void* parts[6] = {};
+  for (const ffi::Error& error :
+       {part("values", values, true, vs[2], 1, &parts[0]),
+        part("high", high, shape.high_bits, in * shape.high_bits / 8, 1, &parts[1]),
+        part("scales", scales, shape.scales, in / group, 1, &parts[2]),
+        part("mins", mins, shape.scales && shape.m, in / group, 1, &parts[3]),
+        part("d", d, true, in / shape.share, 2, &parts[4]), part("m", m, shape.m, in / shape.share, 2, &parts[5])})
+    if (error.failure()) return error;
+  const auto bytes = [&](int i) { return static_cast<const uint8_t*>(parts[i]); };
+  const auto halves = [&](int i) { return static_cast<const uint16_t*>(parts[i]); };
+  p.w = {bytes(0), bytes(1), bytes(2), bytes(3), halves(4), halves(5)};
+  p.y = y->typed_data();
+  p.out = w[1], p.rows = x.dimensions()[0], p.in = in;
+  XlaPool pool(threads);
+  jllama::dot_groups(pool, kernels(), static_cast<jllama::GroupKind>(kind), p, x.typed_data());
   return ffi::Error::Success();
 }
 
@@ -205,7 +256,7 @@ extern "C" const char* jllama_instruction_set(int i) {
 }
 extern "C" int jllama_supported(int i) { return jllama::kInstructionSets[i].supported(); }
 
-// Which instruction set the kernels in use are of: those of float32, bfloat16, int8 and attention, by number.
+// Which instruction set the kernels in use are of: those of float32, bfloat16, int8, groups and attention, by number.
 extern "C" int jllama_used(int i) {
   return chosen.sets[i];
 }
@@ -227,6 +278,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_dot_int8, dot_int8,
                                   .Arg<F32>()                   // x [rows, in]
                                   .Attr<bool>("fine")           // whether x is rounded in two steps
                                   .Ret<F32>());                 // y [rows, out]
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_dot_groups, dot_groups,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Any>()                     // values, and the other parts of Groups in kernels.h,
+                                  .Arg<Any>()                     // each [L, out, n]; any shape where a kind lacks them
+                                  .Arg<Any>()
+                                  .Arg<Any>()
+                                  .Arg<ffi::Buffer<ffi::F16>>()
+                                  .Arg<ffi::Buffer<ffi::F16>>()
+                                  .Arg<S32>()                     // layer
+                                  .Arg<F32>()                     // x [rows, in]
+                                  .Attr<int64_t>("kind")          // GroupKind
+                                  .Ret<F32>());                   // y [rows, out]
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_attend, attend,
                               ffi::Ffi::Bind()

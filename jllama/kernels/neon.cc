@@ -3,6 +3,7 @@
 #include "vector_neon.h"
 
 #include "attention.h"
+#include "groups.h"
 
 namespace {
 
@@ -25,4 +26,5 @@ struct Int8 : Integers<16> {
 void jllama::add_neon(Kernels& kernels) {
   add_plain(kernels);
   kernels.dot_int8 = ::dot_int8<Int8>;
+  add_groups<GroupBytes<Int8>>(kernels);
 }

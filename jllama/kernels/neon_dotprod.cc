@@ -2,7 +2,7 @@
 
 #include "vector_neon.h"
 
-#include "products.h"
+#include "groups.h"
 
 namespace {
 
@@ -19,4 +19,7 @@ struct Int8 : Integers<16> {
 
 }  // namespace
 
-void jllama::add_neon_dotprod(Kernels& kernels) { kernels.dot_int8 = ::dot_int8<Int8>; }
+void jllama::add_neon_dotprod(Kernels& kernels) {
+  kernels.dot_int8 = ::dot_int8<Int8>;
+  add_groups<GroupBytes<Int8>>(kernels);
+}

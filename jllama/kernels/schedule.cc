@@ -87,6 +87,23 @@ void dot_int8(Pool& pool, const Kernels& kernels, ProductInt8 p, const float* x,
   divide(pool, p.out, p.rows, p.in, [&](Span outputs, Span rows) { kernels.dot_int8(p, outputs, rows); });
 }
 
+int64_t group_of(GroupKind kind) { return kind == kQ6_K ? 16 : 32; }
+
+void dot_groups(Pool& pool, const Kernels& kernels, GroupKind kind, ProductGroups p, const float* x) {
+  p.padded = pieces(p.in, kPad) * kPad;
+  const int64_t group = group_of(kind), groups = p.padded / group;
+  std::unique_ptr<int8_t[]> values(new int8_t[p.rows * p.padded]());
+  std::unique_ptr<float[]> scale(new float[p.rows * groups]()), sum(new float[p.rows * groups]());
+  each_row(pool, p.rows, p.in * sizeof(float), [&](int64_t r) {
+    kernels.round_groups(x + r * p.in, p.in, group, &values[r * p.padded], &scale[r * groups], &sum[r * groups]);
+  });
+  p.x = values.get();
+  p.x_scale = scale.get();
+  p.x_sum = sum.get();
+  divide(pool, p.out, p.rows, kind == kQ8_0 ? p.in : p.in / 2,
+         [&](Span outputs, Span rows) { kernels.dot_groups[kind](p, outputs, rows); });
+}
+
 namespace {
 
 constexpr int64_t kQueries = 64;  // query rows of a task, about: a block of keys serves them all from a core's cache

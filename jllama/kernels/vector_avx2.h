@@ -109,4 +109,58 @@ inline __m256i load_int8(const int8_t* p, int64_t n) {
   return load_int8(some);
 }
 
+
+// Bytes in groups, unpacked: see groups.h. `Ints` is what a file multiplies bytes with.
+template <class Ints>
+struct GroupBytes {
+  using Bytes = __m256i;
+  using Scales = __m256;
+  static constexpr int64_t kSpan = 32;
+  static constexpr int32_t kRaised = Ints::kRaised;
+
+  static __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  // A group's 16 bytes twice, the second time shifted to its high nibbles.
+  static __m256i nibbles(const uint8_t* p) {
+    const __m256i twice = _mm256_broadcastsi128_si256(load16(p));
+    return _mm256_and_si256(_mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
+  }
+  static __m256i fifth(__m256i low, const uint8_t* p) {
+    uint32_t bits;
+    std::memcpy(&bits, p, sizeof(bits));
+    // Byte j of 32 gets the byte with its bit, and keeps that bit alone.
+    const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits)),
+                                               _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
+                                                                  0x0303030303030303));
+    const __m256i each = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+    const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, each), each);
+    return _mm256_or_si256(low, _mm256_and_si256(set, _mm256_set1_epi8(16)));
+  }
+  static __m256i sixth(__m256i low, const uint8_t* p) {
+    int64_t group;
+    std::memcpy(&group, p, sizeof(group));
+    const __m256i shifted = _mm256_srlv_epi64(_mm256_set1_epi64x(group), _mm256_setr_epi64x(0, 2, 4, 6));
+    return _mm256_or_si256(low, _mm256_slli_epi16(_mm256_and_si256(shifted, _mm256_set1_epi8(3)), 4));
+  }
+  static __m256i int8(const uint8_t* p) { return Ints::weight(reinterpret_cast<const int8_t*>(p)); }
+
+  static float half(uint16_t x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x))); }
+  static __m256 halves(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  template <bool is_signed>
+  static __m256 bytes(const uint8_t* p) {
+    const __m128i all = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return _mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(all) : _mm256_cvtepu8_epi32(all));
+  }
+  static Scales scales(__m256 x) { return x; }
+
+  template <int64_t group>
+  static __m256 add(__m256 sum, __m256i u, const int8_t* x, __m256 scales, int64_t span) {
+    const __m256i first = group == 32 ? _mm256_setzero_si256() : _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    const __m256i which = _mm256_add_epi32(first, _mm256_set1_epi32(static_cast<int>(span * (32 / group))));
+    const __m256i products = Ints::add(_mm256_setzero_si256(), u, load_int8(x));
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), _mm256_permutevar8x32_ps(scales, which), sum);
+  }
+};
+
 }  // namespace

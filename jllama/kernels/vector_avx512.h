@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace {
 
@@ -80,5 +81,59 @@ inline void int_sums(const __m512i* sum, int32_t* to) {
   const __m128i all = _mm_add_epi32(_mm256_castsi256_si128(t), _mm256_extracti128_si256(t, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), all);
 }
+
+
+// Bytes in groups, unpacked: see groups.h. `Ints` is what a file multiplies bytes with.
+template <class Ints>
+struct GroupBytes {
+  using Bytes = __m512i;
+  using Scales = __m512;
+  static constexpr int64_t kSpan = 64;
+  static constexpr int32_t kRaised = Ints::kRaised;
+
+  static __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  // A group's 16 bytes twice, the second time shifted to its high nibbles.
+  static __m512i nibbles(const uint8_t* p) {
+    const __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3),
+                                                   _mm512_castsi256_si512(load32(p)));
+    const __m512i shifted = _mm512_srlv_epi64(twice, _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4));
+    return _mm512_and_si512(shifted, _mm512_set1_epi8(15));
+  }
+  static __m512i fifth(__m512i low, const uint8_t* p) {
+    uint64_t bits;
+    std::memcpy(&bits, p, sizeof(bits));
+    return _mm512_or_si512(low, _mm512_maskz_mov_epi8(bits, _mm512_set1_epi8(16)));
+  }
+  static __m512i sixth(__m512i low, const uint8_t* p) {
+    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m512i four = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 0, 0, 1, 1, 1, 1),
+                                                  _mm512_castsi128_si512(both));
+    const __m512i shifted = _mm512_srlv_epi64(four, _mm512_setr_epi64(0, 2, 4, 6, 0, 2, 4, 6));
+    const __m512i bits = _mm512_and_si512(shifted, _mm512_set1_epi8(3));
+    return _mm512_or_si512(low, _mm512_slli_epi16(bits, 4));
+  }
+  static __m512i int8(const uint8_t* p) { return Ints::weight(reinterpret_cast<const int8_t*>(p)); }
+
+  static float half(uint16_t x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x))); }
+  static __m512 halves(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  template <bool is_signed>
+  static __m512 bytes(const uint8_t* p) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(all) : _mm512_cvtepu8_epi32(all));
+  }
+  static Scales scales(__m512 x) { return x; }
+
+  template <int64_t group>
+  static __m512 add(__m512 sum, __m512i u, const int8_t* x, __m512 scales, int64_t span) {
+    constexpr int kPer = 64 / group;  // groups of a span
+    const __m512i first = group == 32 ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
+                                      : _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512i which = _mm512_add_epi32(first, _mm512_set1_epi32(static_cast<int>(span) * kPer));
+    const __m512i products = Ints::add(_mm512_setzero_si512(), u, _mm512_loadu_si512(x));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_permutexvar_ps(which, scales), sum);
+  }
+};
 
 }  // namespace

@@ -96,4 +96,70 @@ inline void int_sums(const int32x4_t* sum, int32_t* to) {
   vst1q_s32(to, vpaddq_s32(vpaddq_s32(sum[0], sum[1]), vpaddq_s32(sum[2], sum[3])));
 }
 
+
+// Bytes in groups, unpacked: see groups.h. `Ints` is what a file multiplies bytes with.
+template <class Ints>
+struct GroupBytes {
+  struct Bytes {
+    int8x16_t first, second;
+  };
+  struct Scales {
+    float at[Vector::kWidth];
+  };
+  static constexpr int64_t kSpan = 32;
+  static constexpr int32_t kRaised = 0;
+
+  static Bytes nibbles(const uint8_t* p) {
+    const uint8x16_t both = vld1q_u8(p);
+    return {vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(both, 4))};
+  }
+  static int8x16_t with(int8x16_t low, uint8x16_t high) {
+    return vreinterpretq_s8_u8(vorrq_u8(vreinterpretq_u8_s8(low), high));
+  }
+  // 16 elements' 5th bits, of two bytes.
+  static uint8x16_t fifths(const uint8_t* p) {
+    const uint8x16_t each = vcombine_u8(vcreate_u8(0x8040201008040201), vcreate_u8(0x8040201008040201));
+    const uint8x16_t spread = vcombine_u8(vdup_n_u8(p[0]), vdup_n_u8(p[1]));
+    return vandq_u8(vtstq_u8(spread, each), vdupq_n_u8(16));
+  }
+  static Bytes fifth(Bytes low, const uint8_t* p) { return {with(low.first, fifths(p)), with(low.second, fifths(p + 2))}; }
+  static uint8x16_t sixths(uint8x8_t a, uint8x8_t b) {
+    return vshlq_n_u8(vandq_u8(vcombine_u8(a, b), vdupq_n_u8(3)), 4);
+  }
+  static Bytes sixth(Bytes low, const uint8_t* p) {
+    const uint8x8_t bits = vld1_u8(p);
+    return {with(low.first, sixths(bits, vshr_n_u8(bits, 2))),
+            with(low.second, sixths(vshr_n_u8(bits, 4), vshr_n_u8(bits, 6)))};
+  }
+  static Bytes int8(const uint8_t* p) {
+    return {vld1q_s8(reinterpret_cast<const int8_t*>(p)), vld1q_s8(reinterpret_cast<const int8_t*>(p) + 16)};
+  }
+
+  static float32x4_t halves(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+  static float half(uint16_t x) { return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(x))), 0); }
+  template <bool is_signed>
+  static float32x4_t bytes(const uint8_t* p) {
+    float each[Vector::kWidth];
+    for (int i = 0; i < Vector::kWidth; ++i) each[i] = is_signed ? static_cast<int8_t>(p[i]) : p[i];
+    return vld1q_f32(each);
+  }
+  static Scales scales(float32x4_t x) {
+    Scales to;
+    vst1q_f32(to.at, x);
+    return to;
+  }
+
+  template <int64_t group>
+  static float32x4_t add(float32x4_t sum, Bytes u, const int8_t* x, const Scales& scales, int64_t span) {
+    const int32x4_t first = Ints::add(vdupq_n_s32(0), u.first, vld1q_s8(x));
+    if constexpr (group == 32) {
+      const int32x4_t both = Ints::add(first, u.second, vld1q_s8(x + 16));
+      return vfmaq_n_f32(sum, vcvtq_f32_s32(both), scales.at[span]);
+    }
+    const int32x4_t second = Ints::add(vdupq_n_s32(0), u.second, vld1q_s8(x + 16));
+    sum = vfmaq_n_f32(sum, vcvtq_f32_s32(first), scales.at[2 * span]);
+    return vfmaq_n_f32(sum, vcvtq_f32_s32(second), scales.at[2 * span + 1]);
+  }
+};
+
 }  // namespace

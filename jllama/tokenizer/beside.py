@@ -91,6 +91,11 @@ class Beside:
         """Content of tokenizer_config.json."""
         return self._json("tokenizer_config.json")
 
+    @cached_property
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """What is said of the model; all is read, so that a damaged file is named whatever the other says."""
+        return {name: self._json(name) for name in ("generation_config.json", "config.json")}
+
     def _json(self, name: str) -> dict[str, Any]:
         return read_json(file) if (file := self.folder / name).is_file() else {}
 
@@ -107,9 +112,7 @@ class Beside:
 
     def _numbers(self, key: str) -> list[int]:
         """The ids that generation_config.json states, else config.json."""
-        # Both are read, so that a damaged one is named whatever the other says.
-        names = ("generation_config.json", "config.json")
-        for name, fields in [(name, self._json(name)) for name in names]:
+        for name, fields in self._models.items():
             found = fields.get(key)
             numbers = found if isinstance(found, list) else [] if found is None else [found]
             if not all(map(is_id, numbers)):

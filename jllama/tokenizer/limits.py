@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 _PARTS = 64  # normalizers and pre-tokenizers
 _GROWTH = 100  # characters that they may make of one
 _PATTERN = 10_000  # characters of a pattern
 _REPEATS = 100  # that may stand inside other repeats
+_IN_A_ROW = 3  # repeats of an alternative
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
 _ESCAPE = re.compile(r"\\[pPxukgo]\{[^}]*\}|\\.", re.DOTALL)
 _GROUP = re.compile(r"\((\?(<?[=!]|[a-zA-Z-]*[:)]|[>#~|]|<\w+>)?)?")
@@ -37,7 +38,7 @@ def problems(spec: Mapping[str, Any]) -> list[str]:
         pattern = part.get("pattern")
         regex = pattern.get("Regex") if isinstance(pattern, Mapping) else None
         if isinstance(regex, str) and repeats_repeats(regex):
-            found.append(f"the pattern {regex[:40]!a} repeats what repeats or has alternatives: it can take forever")
+            found.append(f"the pattern {regex[:40]!a} repeats too much: it can take forever")
     if count > _PARTS:
         found.append(f"{count} normalizers and pre-tokenizers, expected {_PARTS} at most")
     if growth > _GROWTH:
@@ -57,40 +58,51 @@ def _growth(part: Mapping[str, Any]) -> int:
     return {"ByteLevel": 2, "Precompiled": 4}.get(str(kind), 1)
 
 
+class _Group(NamedTuple):
+    """An open group of an expression: whether it holds repeats or alternatives, and how many repeats in a row."""
+
+    holds: bool = False
+    row: int = 0  # in the alternative that goes on
+    most: int = 0  # in one of those before
+
+    @property
+    def longest(self) -> int:
+        return max(self.row, self.most)
+
+
 def repeats_repeats(pattern: str) -> bool:
-    """Whether a repeat in an expression stands inside another one, or around alternatives, or it is too long.
+    """Whether an expression is too long, or a repeat in it stands in another one, around alternatives or after many.
 
     No expression of a published tokenizer does that. One that does can try more ways to match than there is time for.
     """
-    if len(pattern) > _PATTERN:
-        return True
-    groups = [False]  # whether each open group holds many repeats or alternatives
-    at, last = 0, False  # whether what stands before `at` does
-    while at < len(pattern):
-        char = pattern[at]
+    groups = [_Group()]
+    at, last = 0, False  # whether what stands before `at` holds repeats or alternatives
+    while at < len(pattern) <= _PATTERN and groups[-1].row <= _IN_A_ROW:
+        char, group = pattern[at], groups[-1]
         if match := _ESCAPE.match(pattern, at):
             at, last = match.end(), False
         elif char == "[":
             at, last = _after_class(pattern, at), False
         elif match := _GROUP.match(pattern, at):
             at = match.end()
-            groups += [] if match[0].endswith(")") else [False]
-        elif char == ")":
-            last = groups.pop() if len(groups) > 1 else False
-            groups[-1] |= last
-            at += 1
-        elif match := _QUANTIFIER.match(pattern, at):
+            groups += [] if match[0].endswith(")") else [_Group()]
+        elif char == ")" and len(groups) > 1:
+            outer = groups[-2]
+            groups[-2:] = [outer._replace(holds=outer.holds or group.holds, row=outer.row + group.longest)]
+            at, last = at + 1, group.holds
+        elif (match := _QUANTIFIER.match(pattern, at)) and _many(match):
+            if last:
+                return True
+            groups[-1] = group._replace(holds=True, row=group.row + 1)
+            lazy_or_possessive = pattern[match.end() : match.end() + 1] in ("?", "+")
+            at, last = match.end() + lazy_or_possessive, True
+        elif match:
             at = match.end()
-            if _many(match):
-                if last:
-                    return True
-                last = groups[-1] = True
-                if pattern[at : at + 1] in ("?", "+"):  # lazy, possessive
-                    at += 1
         else:
-            groups[-1] |= char == "|" and len(groups) > 1
+            if char == "|":
+                groups[-1] = _Group(len(groups) > 1 or group.holds, 0, group.longest)
             at, last = at + 1, False
-    return False
+    return len(pattern) > _PATTERN or groups[-1].row > _IN_A_ROW
 
 
 def _many(quantifier: re.Match[str]) -> bool:

@@ -124,8 +124,7 @@ def template(path: Path, rng: random.Random, size: int) -> str:
 
 
 def toml(path: Path, rng: random.Random, size: int) -> str:
-    found, _ = config.from_toml(path)
-    hash(found)
+    hash(config.from_toml(path))
     return "config"
 
 
@@ -133,12 +132,12 @@ def prompt_file(path: Path, rng: random.Random, size: int) -> str:
     tok = _tokenizer(path.parent)
     read = list(prompts.read(str(path), Settings(), lambda p: tok.prompt_ids(p.text)))
     if read:
-        to_sampling([p.settings for p in read])
+        to_sampling([request.prompt.settings for request in read])
     return "prompts"
 
 
 def result_file(path: Path, rng: random.Random, size: int) -> str:
-    wanted = [prompts.Prompt(p) for p in RESULT_PROMPTS]
+    wanted = [prompts.Request(prompts.Prompt(p)) for p in RESULT_PROMPTS]
     before = path.read_bytes()
     n = results.count(path, iter(wanted), ("prompt", "text", "tokens", "finish_reason"))
     after = path.read_bytes()

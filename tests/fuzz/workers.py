@@ -65,10 +65,11 @@ class Worker:
         self.at: int | None = None  # the case that it is busy with
         self.heard = time.monotonic() + 60
         self.cases = 0
+        self.is_done = False
 
     def give(self, chunk: Chunk | None) -> None:
         """Let it run a chunk; None: nothing is left."""
-        self.todo, self.at, self.rest = chunk, None, None
+        self.todo, self.at, self.rest, self.is_done = chunk, None, None, chunk is None
         self.heard = time.monotonic()
         if chunk is not None:
             assert self.process.stdin is not None
@@ -152,7 +153,7 @@ def run(
                 running[i] = _replaced(w, found, "hang, and no alarm heard")
             elif lines and not _heard(w, lines, found, todo):
                 running[i] = _replaced(w, found, "")
-        for w in [w for w in running if w.todo is None and w.cases]:  # nothing was left for it
+        for w in [w for w in running if w.is_done]:
             w.end()
             running.remove(w)
     for w in running:

@@ -1,5 +1,6 @@
 """Good checkpoints of every format."""
 
+import dataclasses
 import json
 
 import gguf_writer
@@ -21,7 +22,7 @@ Q_TINY = Config(32, 32, 1, 2, 1, 16, 32)
 
 def _bin(version, tied):
     path = "model.bin"
-    params = checkpoint.random(TINY, tied=tied)
+    params = checkpoint.random(dataclasses.replace(TINY, tied=tied))
     return folder_of(lambda top: checkpoint.save(params, top / path, version=version))
 
 

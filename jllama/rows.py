@@ -1,0 +1,65 @@
+"""Rows of a running `State`: put some in, choose which stay, change how many slots they have. Pure functions.
+
+A row needs no cleaning before it is used again: its slot s is valid if and only if s <= pos. The leaves of a cache end
+in the axes `[B*K, S, H]`, whatever stands before them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jllama.decode import State
+
+
+def place(state: State, new: State, rows: jax.Array) -> State:
+    """Put the rows of `new` in the places of rows of `state`.
+
+    Args:
+      state: of B rows.
+      new: of b rows, and no more slots than `state` has.
+      rows: int32 `[b]`, where each of them goes; B and more is nowhere.
+    """
+    slots = new.tokens.shape[1]
+    heads = _heads(new, rows)
+    return State(
+        cache=jax.tree.map(lambda leaf, x: leaf.at[..., heads, :slots, :].set(x, mode="drop"), state.cache, new.cache),
+        tokens=state.tokens.at[rows, :slots].set(new.tokens, mode="drop"),
+        logprobs=state.logprobs.at[rows, :slots].set(new.logprobs, mode="drop"),
+        pos=state.pos.at[rows].set(new.pos, mode="drop"),
+        done=state.done.at[rows].set(new.done, mode="drop"),
+    )
+
+
+def regroup(state: State, rows: jax.Array, slots: int) -> State:
+    """Copy rows, in any order and as often as wanted, to a state of their own.
+
+    Args:
+      state: of B rows.
+      rows: int32 `[b]`, 0 to B - 1: what each row of the new state is a copy of.
+      slots: of the new state; no fewer than the tokens of each row.
+    """
+    heads = _heads(state, rows)
+    return State(
+        cache=jax.tree.map(lambda leaf: _fit(jnp.take(leaf, heads, axis=-3), -2, slots), state.cache),
+        tokens=_fit(state.tokens[rows], 1, slots),
+        logprobs=_fit(state.logprobs[rows], 1, slots),
+        pos=state.pos[rows],
+        done=state.done[rows],
+    )
+
+
+def _heads(state: State, rows: jax.Array) -> jax.Array:
+    """Return where the K heads of rows `[b]` lie in the cache's leaves, `[b * K]`."""
+    k = jax.tree.leaves(state.cache)[0].shape[-3] // state.pos.shape[0]
+    heads: jax.Array = (rows[:, None] * k + jnp.arange(k, dtype=jnp.int32)[None]).reshape(-1)
+    return heads
+
+
+def _fit(x: jax.Array, axis: int, slots: int) -> jax.Array:
+    """Cut or pad one axis of `x`."""
+    axis %= x.ndim
+    more = max(slots - x.shape[axis], 0)
+    padded = jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+    cut: jax.Array = jax.lax.slice_in_dim(padded, 0, slots, axis=axis)
+    return cut
