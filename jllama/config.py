@@ -43,13 +43,23 @@ class Config:
       rope_theta: base of the rotary frequencies.
       rotary_dim: how many numbers of each head are rotated, from its first on; 0 stands for all.
       rope_scaling: how the rotary frequencies are stretched (a formula of `rope`), None where they are not.
+      local_rope_theta: the base in layers with a window, whose frequencies aren't stretched; 0 stands for the others'.
+      unrotated_layers: the numbers of the layers that rotate nothing.
       sliding_window: how many tokens, itself included, a token attends to; None: all before it.
+      full_layers: the numbers of the layers without that window.
+      attention_scale: what products of queries and keys are multiplied with; 0 stands for `head_dim ** -0.5`.
+      attention_cap: bounds those products by `cap * tanh(x / cap)`; 0: no bounds.
+      embedding_scale, residual_scale: what embeddings, and what attention and feed-forward add, are multiplied with.
+      logit_scale, logit_cap: what logits are multiplied with, and what bounds them then as above.
       norm: "rms" or "layer", which also takes off the mean.
+      norms: where norms are: "before" attention and feed-forward, "after" each, before it is added, or "both".
       position: "rope", rotary, or "learned", a table of `max_seq_len` rows added to the embedding.
-      activation: "silu" or "gelu" (the tanh form).
+      activation: "silu", "gelu" (the tanh form) or "gelu_erf" (the exact one).
       gated: whether the feed-forward multiplies the activation of one product (w1) with another (w3).
       norm_bias, qkv_bias, wo_bias, ffn_bias: which of the norms and products have a bias.
       head_norms: whether each query and key head has a norm.
+      width_norms: whether all query heads together have one, and all key heads.
+      parallel: whether the feed-forward reads what the attention does, not what that adds to.
       tied: whether the embedding is the output head too.
 
     Raises:
@@ -68,16 +78,28 @@ class Config:
     rope_theta: float = 10000.0
     rotary_dim: int = 0
     rope_scaling: rope.RopeScaling | None = None
+    local_rope_theta: float = 0.0
+    unrotated_layers: tuple[int, ...] = ()
     sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    attention_scale: float = 0.0
+    attention_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
     norm: Literal["rms", "layer"] = "rms"
+    norms: Literal["before", "after", "both"] = "before"
     position: Literal["rope", "learned"] = "rope"
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_erf"] = "silu"
     gated: bool = True
     norm_bias: bool = False
     qkv_bias: bool = False
     wo_bias: bool = False
     ffn_bias: bool = False
     head_norms: bool = False
+    width_norms: bool = False
+    parallel: bool = False
     tied: bool = False
 
     def __post_init__(self) -> None:
@@ -111,8 +133,9 @@ class Config:
                 problems.append(
                     f"{name} = {getattr(self, name)!r}: rotary pairs need an even number of 2 to {self.head_dim}"
                 )
-        for name in ("norm_eps", "rope_theta"):
-            if not _is_positive(value := getattr(self, name)):
+        may_be_0 = ("local_rope_theta", "attention_scale", "attention_cap", "logit_cap")
+        for name in ("norm_eps", "rope_theta", "embedding_scale", "residual_scale", "logit_scale", *may_be_0):
+            if not _is_positive(value := getattr(self, name)) and not (name in may_be_0 and value == 0):
                 problems.append(f"{name} = {value!r}: expected a positive number")
         if self.rope_scaling is not None:
             problems += self.rope_scaling.problems()
@@ -136,6 +159,11 @@ class Config:
     def rotated_dim(self) -> int:
         """How many numbers of each head are rotated, R."""
         return self.rotary_dim or self.head_dim
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers compute the same, but for their weights."""
+        return not self.unrotated_layers and (self.sliding_window is None or not self.full_layers)
 
     @property
     def q_dim(self) -> int:

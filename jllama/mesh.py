@@ -91,6 +91,8 @@ def local_config(config: Config, model: int) -> Config:
       ValueError: the model can't be divided like that.
     """
     check(config, model)
+    if config.width_norms and model > 1:
+        raise ValueError("a norm over all heads (width_norms) can't be divided: expected no parts of the model")
     return dataclasses.replace(
         config,
         n_heads=config.n_heads // model,

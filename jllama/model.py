@@ -10,15 +10,17 @@ Axis letters, those of `jax.nn.dot_product_attention`:
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jllama import kernels
 from jllama.config import Config
+from jllama.rotary import rotary, rotate
 from jllama.run import Run
 from jllama.weights import Linear, Weight, layer_of, linear, take
 
@@ -36,19 +38,21 @@ class Layer(NamedTuple):
     What a family doesn't have is None, and no leaf.
     """
 
-    attention_norm: Norm
     wqkv: Linear  # [N*H + 2*K*H, D]: the rows of wq, wk and wv; rotary pairs interleaved
     wo: Linear  # [D, N*H]
-    ffn_norm: Norm
     w13: Linear  # [2*F, D]: the rows of w1 (gate) and w3 (up); [F, D] without a gate
     w2: Linear  # [D, F]
-    q_norm: Norm | None = None  # of each query head, as Qwen3 has it
+    attention_norm: Norm | None = None  # before and after the attention, and the same of the feed-forward
+    attention_post_norm: Norm | None = None
+    ffn_norm: Norm | None = None
+    ffn_post_norm: Norm | None = None
+    q_norm: Norm | None = None  # of each query head, or of all together
     k_norm: Norm | None = None
 
     @property
     def stacked(self) -> bool:
         """Whether these are several layers."""
-        return self.attention_norm.weight.ndim == 2
+        return len(self.wo.weight.shape) == 3
 
     def at(self, number: jax.Array) -> Layer:
         """Give one of several layers (int32 scalar)."""
@@ -87,17 +91,18 @@ class Cache(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Where the new tokens of a forward pass stand."""
+    """Where the new tokens of a forward pass stand, as a layer sees it."""
 
     positions: jax.Array  # int32 [B, T]
     rotation: jax.Array | None  # [B, T, R/2, 2], cosine and sine, where positions are rotary
+    window: int | None  # how many tokens each attends to
 
 
 def init_cache(params: Params, batch: int, length: int) -> Cache:
     """Make an empty cache of `length` slots for `batch` rows."""
     config = params.config
     shape = (batch * config.n_kv_heads, length, config.head_dim)
-    stacks = [layer.attention_norm.weight.shape[:-1] for layer in params.layers]
+    stacks = [layer.wo.weight.shape[:-2] for layer in params.layers]
     k, v = (tuple(jnp.zeros((*stack, *shape), params.run.kv_dtype) for stack in stacks) for _ in range(2))
     return Cache(k, v)
 
@@ -159,13 +164,30 @@ def forward(params: Params, cache: Cache, tokens: jax.Array, start: jax.Array) -
     x = take(params.embedding, tokens, run)
     if params.positions is not None:
         x = x + params.positions[jnp.minimum(positions, config.max_seq_len - 1)]  # padding may lie beyond the table
-    where = _Tokens(positions, rotary(config, positions) if config.position == "rope" else None)
-    keys, values = [], []
-    for layer, k, v in zip(params.layers, cache.k, cache.v, strict=True):
-        x, k, v = (_stack if layer.stacked else _layer)(config, run, layer, k, v, x, where)
+    if config.embedding_scale != 1:
+        x = x * config.embedding_scale
+    keys, values, where = [], [], _places(config, positions)
+    for number, (layer, k, v) in enumerate(zip(params.layers, cache.k, cache.v, strict=True)):
+        x, k, v = (_stack if layer.stacked else _layer)(config, run, layer, k, v, x, where(number))
         keys.append(k)
         values.append(v)
     return norm(config, params.norm, x), Cache(tuple(keys), tuple(values))
+
+
+def _places(config: Config, positions: jax.Array) -> Callable[[int], _Tokens]:
+    """Tell how each layer sees tokens at `positions [B, T]`; a stack's layers all see them alike."""
+    rotation = rotary(config, positions) if config.position == "rope" else None
+    local = rotation
+    if config.local_rope_theta:
+        plain = dataclasses.replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
+        local = rotary(plain, positions)
+
+    def where(number: int) -> _Tokens:
+        window = None if number in config.full_layers else config.sliding_window
+        turned = None if number in config.unrotated_layers else rotation if window is None else local
+        return _Tokens(positions, turned, window)
+
+    return where
 
 
 def _stack(
@@ -191,9 +213,14 @@ def _layer(
     number: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run one layer over `x [B, T, D]`; `number` is its place in the stack that the cache is of, if it is of one."""
-    a, k, v = attention(config, run, layer, k, v, norm(config, layer.attention_norm, x), where, number)
-    x = x + a
-    return x + feed_forward(config, run, layer, norm(config, layer.ffn_norm, x)), k, v
+
+    def scaled(x: jax.Array) -> jax.Array:
+        return x if config.residual_scale == 1 else x * config.residual_scale
+
+    a, k, v = attention(config, run, layer, k, v, _normed(config, layer.attention_norm, x), where, number)
+    after = x + scaled(_normed(config, layer.attention_post_norm, a))
+    f = feed_forward(config, run, layer, _normed(config, layer.ffn_norm, x if config.parallel else after))
+    return after + scaled(_normed(config, layer.ffn_post_norm, f)), k, v
 
 
 def head(params: Params, hidden: jax.Array) -> jax.Array:
@@ -202,7 +229,14 @@ def head(params: Params, hidden: jax.Array) -> jax.Array:
     if params.run.axis is not None:
         logits = lax.all_gather(logits, params.run.axis, axis=logits.ndim - 1, tiled=True)
         logits = logits[..., : params.config.vocab_size]  # without the rows that fill up the last part
-    return logits
+    if params.config.logit_scale != 1:
+        logits = logits * params.config.logit_scale
+    return capped(logits, params.config.logit_cap)
+
+
+def capped(x: jax.Array, cap: float) -> jax.Array:
+    """Bound `x` smoothly by `cap`, unless that is 0. Source: Gemma 2, arXiv 2408.00118."""
+    return cap * jnp.tanh(x / cap) if cap else x
 
 
 def attention(
@@ -223,15 +257,19 @@ def attention(
     b, t, _ = x.shape
     n_kv, h = config.n_kv_heads, config.head_dim
     q, k, v = jnp.split(linear(layer.wqkv, x, run), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
+    if config.width_norms:
+        q, k = _normed(config, layer.q_norm, q), _normed(config, layer.k_norm, k)
     q, k, v = q.reshape(b, t, config.n_heads, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
+    if config.head_norms:
+        q, k = _normed(config, layer.q_norm, q), _normed(config, layer.k_norm, k)
     if where.rotation is not None:
         q, k = rotate(q, where.rotation[:, :, None]), rotate(k, where.rotation[:, :, None])
 
-    attend = kernels.attend if run.kernels and kernels.has("attention") else _attend
+    in_kernel = run.kernels and kernels.has("attention") and not config.attention_cap
+    attend = kernels.attend if in_kernel else functools.partial(_attend, cap=config.attention_cap)
+    scale = config.attention_scale or h**-0.5
     out, k_cache, v_cache = attend(
-        q, k, v, k_cache, v_cache, where.positions[:, 0], number, window=config.sliding_window, scale=h**-0.5
+        q, k, v, k_cache, v_cache, where.positions[:, 0], number, window=where.window, scale=scale
     )
     return linear(layer.wo, out.reshape(b, t, -1), run, divided=True), k_cache, v_cache
 
@@ -247,8 +285,9 @@ def _attend(
     *,
     window: int | None,
     scale: float,
+    cap: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Do what `kernels.attend` does, by XLA."""
+    """Do what `kernels.attend` does, by XLA, with products of queries and keys bounded by `cap` unless it is 0."""
     b, t, n, h = q.shape
     n_kv = k.shape[2]
     positions, first = first[:, None] + jnp.arange(t, dtype=jnp.int32)[None], jnp.repeat(first, n_kv)
@@ -258,7 +297,7 @@ def _attend(
     k_cache, v_cache = _write(k_cache, k, first, number), _write(v_cache, v, first, number)
     k, v = layer_of(k_cache, number).astype(q.dtype), layer_of(v_cache, number).astype(q.dtype)
     scores = jnp.einsum("nqh,nsh->nqs", q, k, precision=lax.Precision.HIGHEST)
-    scores = scores.reshape(b, n_kv, t, -1, k.shape[1])
+    scores = capped(scores, cap).reshape(b, n_kv, t, -1, k.shape[1])
     slots = lax.broadcasted_iota(jnp.int32, scores.shape, 4)
     here = positions[:, None, :, None, None]
     visible = slots <= here
@@ -291,7 +330,8 @@ def feed_forward(config: Config, run: Run, layer: Layer, x: jax.Array) -> jax.Ar
     hidden, up = linear(layer.w13, x, run), None
     if config.gated:
         hidden, up = jnp.split(hidden, 2, axis=-1)
-    hidden = jax.nn.silu(hidden) if config.activation == "silu" else jax.nn.gelu(hidden, approximate=True)
+    is_exact = config.activation == "gelu_erf"
+    hidden = jax.nn.silu(hidden) if config.activation == "silu" else jax.nn.gelu(hidden, approximate=not is_exact)
     # A few of the inputs are far larger than the others.
     return linear(layer.w2, hidden if up is None else hidden * up, run, fine=True, divided=True)
 
@@ -308,29 +348,5 @@ def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:
     return x if scale.bias is None else x + scale.bias.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def rotary(config: Config, positions: jax.Array) -> jax.Array:
-    """Compute the rotation of each pair at `positions [B, T]`: `[B, T, R/2, 2]`, cosine and sine.
-
-    Source: Su, RoFormer, arXiv 2104.09864; pairs of neighbours, as in Meta's files.
-    """
-    angles = positions.astype(jnp.float32)[..., None] * rotary_frequencies(config)[None, None]
-    rotation = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-    return rotation if config.rope_scaling is None else rotation * config.rope_scaling.magnitude
-
-
-def rotary_frequencies(config: Config) -> np.ndarray:
-    """Compute the angle by which each of the R/2 pairs turns a position, float32, from float64."""
-    frequencies = config.rope_theta ** -(np.arange(0, config.rotated_dim, 2, dtype=np.float64) / config.rotated_dim)
-    if config.rope_scaling is not None:
-        frequencies = config.rope_scaling.stretch(frequencies, config.rope_theta)
-    return frequencies.astype(np.float32)
-
-
-def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
-    """Rotate the first R numbers of `x [..., H]`, pairs of neighbours, by `rotation [..., R/2, 2]`."""
-    r = 2 * rotation.shape[-2]
-    pairs = x[..., :r].reshape(*x.shape[:-1], -1, 2)
-    cos, sin = rotation[..., 0], rotation[..., 1]
-    even, odd = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(*x.shape[:-1], r)
-    return rotated if r == x.shape[-1] else jnp.concatenate([rotated, x[..., r:]], axis=-1)
+def _normed(config: Config, scale: Norm | None, x: jax.Array) -> jax.Array:
+    return x if scale is None else norm(config, scale, x)

@@ -122,10 +122,14 @@ class Yarn(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class Divided(RopeScaling):
-    """Each frequency is divided by a number of its own, as in LongRoPE (Ding et al., arXiv 2402.13753)."""
+    """Each frequency is divided by a number of its own, as in LongRoPE (Ding et al., arXiv 2402.13753).
+
+    `longest` is the longest context that the divisors are for; None: any.
+    """
 
     divisors: tuple[float, ...]
     attention_factor: float = 1.0
+    longest: int | None = None
 
     def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
         return frequencies / np.array(self.divisors, np.float64)

@@ -32,6 +32,11 @@ class Tensor(NamedTuple):
         return [self.name.format(i) for i in range(config.n_layers)] if self.in_layers else [self.name]
 
     @property
+    def is_norm(self) -> bool:
+        """Whether it is the weight of a norm."""
+        return self.name.endswith("norm.weight")
+
+    @property
     def in_layers(self) -> bool:
         """Whether each layer has one."""
         return "{}" in self.name
@@ -58,18 +63,22 @@ def tensors(config: Config) -> tuple[Tensor, ...]:
     found = [Tensor("tok_embeddings.weight", (v, d), "embedding", "vocabulary")]
     if c.position == "learned":
         found.append(Tensor("position_embeddings.weight", (c.max_seq_len, d), "positions", "not", matrix=False))
-    found += norm("layers.{}.attention_norm", "layers.attention_norm")
+    before, after = c.norms != "after", c.norms != "before"
+    found += norm("layers.{}.attention_norm", "layers.attention_norm") if before else []
     found += linear(f"{attention}.wq", "layers.wqkv", (c.q_dim, d), "query heads", c.qkv_bias)
     found += linear(f"{attention}.wk", "layers.wqkv", (c.kv_dim, d), "key heads", c.qkv_bias)
     found += linear(f"{attention}.wv", "layers.wqkv", (c.kv_dim, d), "key heads", c.qkv_bias)
     found += linear(f"{attention}.wo", "layers.wo", (d, c.q_dim), "inputs", c.wo_bias)
-    if c.head_norms:
-        for head in ("q_norm", "k_norm"):
-            found += norm(f"{attention}.{head}", f"layers.{head}", c.head_dim, rotary=True)
-    found += norm("layers.{}.ffn_norm", "layers.ffn_norm")
+    if c.head_norms or c.width_norms:
+        for name, width in (("q_norm", c.q_dim), ("k_norm", c.kv_dim)):
+            width = width if c.width_norms else c.head_dim
+            found += norm(f"{attention}.{name}", f"layers.{name}", width, rotary=True)
+    found += norm("layers.{}.attention_post_norm", "layers.attention_post_norm") if after else []
+    found += norm("layers.{}.ffn_norm", "layers.ffn_norm") if before else []
     found += linear(f"{ffn}.w1", "layers.w13", (f, d), "width", c.ffn_bias)
     found += linear(f"{ffn}.w3", "layers.w13", (f, d), "width", c.ffn_bias) if c.gated else []
     found += linear(f"{ffn}.w2", "layers.w2", (d, f), "inputs", c.ffn_bias)
+    found += norm("layers.{}.ffn_post_norm", "layers.ffn_post_norm") if after else []
     found += norm("norm", "norm")
     if not c.tied:
         found.append(Tensor("output.weight", (v, d), "output", "vocabulary"))
@@ -91,7 +100,7 @@ def fitted(config: Config, names: Container[str]) -> Config:
         config,
         qkv_bias=any(f"{at}.{name}.bias" in names for name in ("wq", "wk", "wv")),
         wo_bias=f"{at}.wo.bias" in names,
-        head_norms=any(f"{at}.{name}.weight" in names for name in ("q_norm", "k_norm")),
+        head_norms=not config.width_norms and any(f"{at}.{name}.weight" in names for name in ("q_norm", "k_norm")),
         tied="output.weight" not in names,
     )
 

@@ -29,8 +29,8 @@ from jllama.checkpoint import CheckpointError, build, gguf, hub, mapped
 from jllama.config import Config
 from jllama.decode import Stop, generate
 from jllama.gguf_file import GGUFError
-from jllama.model import rotary_frequencies
 from jllama.rope import Llama3
+from jllama.rotary import rotary_frequencies
 from jllama.tokenizer import TokenizerError
 
 HEAD_COUNTS = ("head_count", "head_count_kv")
@@ -440,7 +440,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"general.architecture": None}, ["general.architecture = None, expected one of llama, qwen2, qwen3, gpt2"]),
+        ({"general.architecture": None}, ["general.architecture = None, expected one of llama, qwen2, qwen3, "]),
         ({"general.architecture": "mamba"}, ["general.architecture = 'mamba'"]),
         ({"general.architecture": 3}, ["general.architecture = 3"]),
         (

@@ -14,8 +14,9 @@ import tiny
 from jllama import checkpoint
 from jllama.checkpoint.build import sources_of
 from jllama.config import Config
-from jllama.model import Norm, Params, forward, init_cache, norm, prefill, rotary_frequencies, step
+from jllama.model import Norm, Params, forward, init_cache, norm, prefill, step
 from jllama.rope import Llama3
+from jllama.rotary import rotary_frequencies
 from jllama.run import Run
 from jllama.weights import Int8, Linear, Plain, linear, take
 from jllama.weights.int8 import quantize

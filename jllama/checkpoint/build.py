@@ -6,6 +6,7 @@ them, then reads each once, block of rows by block of rows, straight into the ar
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -135,6 +136,7 @@ def _assemble(
             for field, leaves in found.items()
         }
 
+    run = dataclasses.replace(run, stacked=run.stacked and config.has_equal_layers)
     table = leaves(config).items()
     in_layers = [(path, group) for path, group in table if group[0].in_layers]
     others = [(path, group) for path, group in table if not group[0].in_layers]

@@ -26,7 +26,7 @@ from jllama.config import Config, ConfigError
 from jllama.errors import listed, quoted, shown
 from jllama.families import GGUF, Fields, config_of
 from jllama.gguf_file import GGUFError, Header, TensorInfo
-from jllama.model import rotary_frequencies
+from jllama.rotary import rotary_frequencies
 from jllama.tensors import fitted
 
 _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(jnp.bfloat16)}

@@ -59,9 +59,10 @@ def read(path: Path) -> Contents:
         raise CheckpointError(
             f"{config}: num_hidden_layers = {described.config.n_layers}: the files hold only {len(tensors)} tensors"
         )
-    tied = "lm_head.weight" not in tensors and described.tied is not False
+    head = f"{layout.names['output']}.weight"
+    tied = head not in tensors and described.tied is not False
     if described.tied and not tied:
-        logging.warning("%s: tie_word_embeddings = true, but there is an lm_head.weight: using that", config)
+        logging.warning("%s: tie_word_embeddings = true, but there is an %s: using that", config, head)
     sizes = dataclasses.replace(described.config, tied=tied)
     problems = [
         f"{shown(name)} is {tensor.dtype}, expected {', '.join(safetensors.FLOATS)}"
@@ -76,7 +77,7 @@ def read(path: Path) -> Contents:
 
 
 def save(params: Params, path: str | Path) -> None:
-    """Write a model of the Llama family as a Hugging Face folder, which appears only when it is complete.
+    """Write a model of a family that can be written as a Hugging Face folder, which appears only when it is complete.
 
     Matrices are stored as they are kept, int8 widened to float32; norms and biases in float32.
 

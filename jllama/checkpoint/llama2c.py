@@ -11,6 +11,7 @@ All is little-endian. Rotary pairs are interleaved.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import mmap
 import os
@@ -33,7 +34,6 @@ FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size"
 
 _GROUP_SIZE = 64
 _TABLES = ("freqs_cos", "freqs_sin")  # version 0 stores the rotary tables; they are written, and skipped when read
-_SWITCHES = ("norm", "position", "activation", "gated", "norm_bias", "qkv_bias", "wo_bias", "ffn_bias", "head_norms")
 _NORMS = ("layers.{}.attention_norm.weight", "layers.{}.ffn_norm.weight", "norm.weight")
 _ATTENTION = tuple(f"layers.{{}}.attention.{name}.weight" for name in ("wq", "wk", "wv", "wo"))
 _FEED_FORWARD = tuple(f"layers.{{}}.feed_forward.{name}.weight" for name in ("w1", "w2", "w3"))
@@ -191,16 +191,10 @@ def _header_for(params: Params, version: int, path: Path) -> Header:
     problems = []
     if config.head_dim * config.n_heads != config.dim:
         problems.append(f"head_dim = {config.head_dim} (only dim / n_heads = {config.dim / config.n_heads:g})")
-    if config.norm_eps != 1e-5:
-        problems.append(f"norm_eps = {config.norm_eps} (only 1e-05)")
-    if config.rope_theta != 10000:
-        problems.append(f"rope_theta = {config.rope_theta} (only 10000)")
-    for name in ("rope_scaling", "sliding_window"):
-        if getattr(config, name) is not None:
-            problems.append(f"{name} (only none)")
-    for name in _SWITCHES:
-        if (value := getattr(config, name)) != (only := Config.__dataclass_fields__[name].default):
-            problems.append(f"{name} = {value} (only {only})")
+    for field in dataclasses.fields(Config):
+        value = getattr(config, field.name)
+        if field.name not in (*FIELDS, "head_dim", "tied") and value != field.default:
+            problems.append(f"{field.name} = {value} (only {field.default})")
     if problems:
         raise CheckpointError(f"{path}: a llama2.c file cannot hold {', '.join(problems)}")
     group_size = math.gcd(_GROUP_SIZE, config.dim) if version == 2 else 0

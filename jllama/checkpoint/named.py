@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from jllama.checkpoint.mapped import half_split, interleaved, joined, rows_of
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
@@ -48,7 +50,9 @@ def arranged(layout: Layout, config: Config, found: Mapping[str, Source], proble
         for ours, theirs in _names(place, config):
             expected[theirs] = shape[::-1] if is_transposed else shape
             if theirs in found:
-                source = _part(place, found[theirs], is_transposed)
+                source = _part(place, found[theirs], is_transposed, config.head_dim * layout.by_heads)
+                if layout.norm_offset and place.tensor.is_norm:
+                    source = _plus(source, layout.norm_offset)
                 is_split = layout.half_split and place.tensor.rotary
                 sources[ours] = interleaved(source, config.head_dim, config.rotated_dim) if is_split else source
     for name, shape in expected.items():
@@ -68,6 +72,8 @@ def spread(layout: Layout, config: Config, sources: Mapping[str, Source]) -> dic
             source, is_split = sources[ours], layout.half_split and place.tensor.rotary
             if is_split:
                 source = half_split(source, config.head_dim, config.rotated_dim)
+            if layout.norm_offset and place.tensor.is_norm:
+                source = _plus(source, -layout.norm_offset)
             parts.setdefault(theirs, []).append(source)
     return {name: joined(several, axis=0) for name, several in parts.items()}
 
@@ -100,13 +106,32 @@ def _is_transposed(layout: Layout, tensor: Tensor) -> bool:
     return layout.transposed and tensor.in_layers and len(tensor.shape) == 2
 
 
-def _part(place: _Place, whole: Source, is_transposed: bool) -> Source:
-    """Give the rows of one kind."""
+def _part(place: _Place, whole: Source, is_transposed: bool, head_dim: int) -> Source:
+    """Give the rows of one kind; those of wq, wk and wv alternate by heads of `head_dim`, unless that is 0."""
+    count = place.tensor.shape[0]
     if is_transposed:
         return _transposed(whole, place)
+    if head_dim and whole.shape[0] == 3 * count:
+        return _of_heads(whole, place, head_dim)
     if len(whole.shape) == 2 and len(place.tensor.shape) == 1:
         return Source(place.tensor.shape, lambda start, stop: whole.read(0, 1)[0, start:stop])
-    return whole if whole.shape == place.tensor.shape else rows_of(whole, place.first, place.tensor.shape[0])
+    return whole if whole.shape == place.tensor.shape else rows_of(whole, place.first, count)
+
+
+def _of_heads(whole: Source, place: _Place, head_dim: int) -> Source:
+    part = place.first // place.tensor.shape[0]
+
+    def read(start: int, stop: int) -> Array:
+        first, last = start // head_dim, -(-stop // head_dim)
+        block = whole.read(3 * head_dim * first, 3 * head_dim * last)
+        heads = block.reshape(-1, 3, head_dim, *block.shape[1:])[:, part]
+        return heads.reshape(-1, *block.shape[1:])[start - first * head_dim : stop - first * head_dim]
+
+    return Source(place.tensor.shape, read)
+
+
+def _plus(source: Source, offset: float) -> Source:
+    return Source(source.shape, lambda start, stop: source.read(start, stop).astype(np.float32) + np.float32(offset))
 
 
 def _transposed(whole: Source, place: _Place) -> Source:

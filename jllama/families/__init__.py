@@ -10,13 +10,13 @@ from typing import Any
 
 from jllama.config import Config, ConfigError
 from jllama.errors import listed, shown
-from jllama.families import gpt2, llama, qwen
+from jllama.families import gemma, gpt2, gptneox, granite, llama, olmo2, phi3, qwen, smollm3, stablelm
 from jllama.families.family import Layout
 from jllama.families.fields import Fields
 
 __all__ = ["GGUF", "HUGGINGFACE", "Fields", "Layout", "config_of"]
 
-_FAMILIES = (llama, qwen, gpt2)
+_FAMILIES = (llama, qwen, smollm3, granite, olmo2, phi3, stablelm, gemma, gpt2, gptneox)
 
 HUGGINGFACE = {row.model_type: row for family in _FAMILIES for row in family.HUGGINGFACE}
 GGUF = {row.architecture: row for family in _FAMILIES for row in family.GGUF_FILES}

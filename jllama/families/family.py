@@ -23,6 +23,8 @@ class Layout(NamedTuple):
     optional_prefix: str = ""  # of those names, which some files leave out of all
     half_split: bool = False  # rotary pairs are (j, j + H/2) of each head, where the engine's are neighbours
     transposed: bool = False  # matrices of layers are [in, out]
+    by_heads: bool = False  # wq, wk and wv under one name have the rows of each head together
+    norm_offset: float = 0.0  # what is added to the weights of norms
     constants: str = r"(?!)"  # a pattern of the names of tables and masks that follow from the config
     others: str = r"(?!)"  # a pattern of the names of what else may be there and is no part of the model
 

@@ -14,6 +14,7 @@ NAMES = {
     "tok_embeddings": "token_embd",
     "position_embeddings": "position_embd",
     "layers.{}.attention_norm": "blk.{}.attn_norm",
+    "layers.{}.attention_post_norm": "blk.{}.post_attention_norm",
     "layers.{}.attention.wq": "blk.{}.attn_q",
     "layers.{}.attention.wk": "blk.{}.attn_k",
     "layers.{}.attention.wv": "blk.{}.attn_v",
@@ -21,6 +22,7 @@ NAMES = {
     "layers.{}.attention.q_norm": "blk.{}.attn_q_norm",
     "layers.{}.attention.k_norm": "blk.{}.attn_k_norm",
     "layers.{}.ffn_norm": "blk.{}.ffn_norm",
+    "layers.{}.ffn_post_norm": "blk.{}.post_ffw_norm",
     "layers.{}.feed_forward.w1": "blk.{}.ffn_gate",
     "layers.{}.feed_forward.w2": "blk.{}.ffn_down",
     "layers.{}.feed_forward.w3": "blk.{}.ffn_up",
@@ -60,9 +62,16 @@ def sizes(fields: Fields) -> dict[str, Any]:
     return values
 
 
-def decoder(fields: Fields) -> dict[str, Any]:
-    """Read what nearly all families have: sizes, epsilon, rotary frequencies and the window."""
-    values = sizes(fields)
-    values["norm_eps"] = fields.get("attention.layer_norm_rms_epsilon", float)
-    values["sliding_window"] = fields.get("attention.sliding_window", int, 0) or None
-    return ropes.from_gguf(fields, values)
+def decoder(fields: Fields, *, is_partial: bool = False, norm: str = "rms") -> dict[str, Any]:
+    """Read what nearly all families have: sizes, epsilon of the norms and rotary positions.
+
+    Heads may be rotated in part if `is_partial`; `norm` is that of `Config`.
+    """
+    eps = "attention.layer_norm_epsilon" if norm == "layer" else "attention.layer_norm_rms_epsilon"
+    values = sizes(fields) | {"norm_eps": fields.get(eps, float)}
+    return ropes.from_gguf(fields, values, is_partial=is_partial)
+
+
+def windowed(fields: Fields) -> dict[str, Any]:
+    """Read what `decoder` does, and the window of all layers."""
+    return decoder(fields) | {"sliding_window": fields.get("attention.sliding_window", int, 0) or None}

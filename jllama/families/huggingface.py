@@ -19,6 +19,11 @@ SIZES = {
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",
 }
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu_erf",
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu"),
+}
 _WINDOW = 4096  # transformers' default where a family has windows
 
 _ATTENTION, _FEED_FORWARD = "layers.{}.attention", "layers.{}.feed_forward"
@@ -44,26 +49,39 @@ LAYOUT = Layout(
 )
 
 
-def decoder(fields: Fields, *, says_kv_heads: bool = True) -> dict[str, Any]:
-    """Read what nearly all families have: sizes, epsilon, rotary frequencies, and whether the head is tied.
+def decoder(
+    fields: Fields,
+    *,
+    says_kv_heads: bool = True,
+    eps: str = "rms_norm_eps",
+    activation: str = "hidden_act",
+    part: float | None = None,
+) -> dict[str, Any]:
+    """Read what nearly all families have: sizes, epsilon, activation, rotary positions, whether the head is tied.
 
-    Without `says_kv_heads` a file that doesn't say how many heads of keys there are has as many as of queries.
+    Args:
+      fields: the config.json's.
+      says_kv_heads: whether a file must say how many heads of keys there are; else it may mean as many as of queries.
+      eps: the field with the epsilon of the norms.
+      activation: the field with the activation.
+      part: as for `ropes.from_huggingface`.
     """
     defaults = {"head_dim": 0} if says_kv_heads else {"head_dim": 0, "n_kv_heads": fields.peek(SIZES["n_heads"]) or 0}
     values = {name: fields.get(field, int, defaults.get(name)) for name, field in SIZES.items()}
-    values["norm_eps"] = fields.get("rms_norm_eps", float)
+    values["norm_eps"] = fields.get(eps, float)
     tied = fields.peek("tie_word_embeddings")
     values["tied"] = None if tied is None else fields.get("tie_word_embeddings", bool)
-    fields.only("hidden_act", "silu")
+    fields.only(activation, *_ACTIVATIONS)
+    values["activation"] = _ACTIVATIONS.get(str(fields.peek(activation)), "silu")
     fields.only("mlp_bias", False)
-    return ropes.from_huggingface(fields, values)
+    return ropes.from_huggingface(fields, values, part=part)
 
 
 def fields_of(config: Config) -> dict[str, Any]:
     """Give the fields of a config.json that `decoder` reads, in the layout of transformers 4, which 5 reads too."""
     return {
         **{field: getattr(config, name) for name, field in SIZES.items()},
-        "hidden_act": "silu",
+        "hidden_act": next(name for name, ours in _ACTIVATIONS.items() if ours == config.activation),
         "rms_norm_eps": config.norm_eps,
         **ropes.to_huggingface(config),
         "mlp_bias": False,

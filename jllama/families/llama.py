@@ -34,4 +34,4 @@ HUGGINGFACE = (
     HuggingFace("mistral", "MistralForCausalLM", _mistral, huggingface.LAYOUT, _mistral_fields),
 )
 # Mistral's files are of Llama's architecture. The converter makes neighbours of the rotary pairs.
-GGUF_FILES = (GGUF("llama", gguf.decoder, Layout(gguf.NAMES, fused=gguf.FUSED)),)
+GGUF_FILES = (GGUF("llama", gguf.windowed, Layout(gguf.NAMES, fused=gguf.FUSED)),)

@@ -42,4 +42,4 @@ HUGGINGFACE = (
     HuggingFace("qwen3", "Qwen3ForCausalLM", _qwen3, huggingface.LAYOUT, _qwen3_fields),
 )
 _LAYOUT = Layout(gguf.NAMES, fused=gguf.FUSED, half_split=True)
-GGUF_FILES = (GGUF("qwen2", gguf.decoder, _LAYOUT), GGUF("qwen3", gguf.decoder, _LAYOUT))
+GGUF_FILES = (GGUF("qwen2", gguf.windowed, _LAYOUT), GGUF("qwen3", gguf.windowed, _LAYOUT))

@@ -45,11 +45,14 @@ def from_huggingface(fields: Fields, values: dict[str, Any], *, part: float | No
     theta, factor = number("rope_theta", _THETA), number("partial_rotary_factor", part or 1.0)
     if not 0 < factor <= 1 or (part is None and factor != 1):
         fields.problems.append(f"partial_rotary_factor = {factor:g}: not supported; expected 1")
+    original = fields.peek("original_max_position_embeddings")
+    if original is not None:
+        tables = {at: table and table | {"original_max_position_embeddings": original} for at, table in tables.items()}
     scalings = [_scaling(fields.within(f"{at}.", table), values) for at, table in tables.items() if table]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         fields.problems.append(f"rope_scaling = {scalings[0]} and rope_parameters = {scalings[1]}: expected one value")
-    rotary_dim = int(_head_dim(values) * factor)
-    return _stretched(values | {"rope_theta": theta, "rotary_dim": rotary_dim}, scalings[0] if scalings else None)
+    values = values | {"rope_theta": theta, "rotary_dim": int(_head_dim(values) * factor)}
+    return _stretched(values, scalings[0] if scalings else None)
 
 
 def to_huggingface(config: Config) -> dict[str, Any]:
@@ -98,9 +101,11 @@ def _scaling(table: Fields, values: dict[str, Any]) -> rope.RopeScaling | None:
     if kind == "dynamic":  # what it stretches lies past max_position_embeddings, where the context ends
         table.get("factor", float)
         return None
+    if kind in ("longrope", "su") or (kind == "yarn" and "short_factor" in table.values):  # Phi-3's names of it
+        return _longrope(table, values)
     if kind not in ("linear", "llama3", "yarn"):
         key = "type" if "type" in table.values else "rope_type"
-        expected = "default, linear, dynamic, llama3 or yarn"
+        expected = "default, linear, dynamic, llama3, yarn or longrope"
         table.problems.append(f"{table.prefix}{key} = {shown(kind)}: not supported; expected {expected}")
         return None
     formula, before = rope.FORMULAS[kind], len(table.problems)
@@ -117,6 +122,20 @@ def _scaling(table: Fields, values: dict[str, Any]) -> rope.RopeScaling | None:
     return None if len(table.problems) > before else formula(**found)
 
 
+def _longrope(table: Fields, values: dict[str, Any]) -> rope.RopeScaling:
+    """Read LongRoPE's divisors for contexts up to the original length.
+
+    Beyond it others apply, to all positions: keys in a cache would have to be made anew.
+    """
+    original = table.get("original_max_position_embeddings", int, values["max_seq_len"])
+    factor = table.get("factor", float, values["max_seq_len"] / max(original, 1))
+    plain = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    magnitude = table.get("attention_factor", float, plain)
+    divisors = table.get("short_factor", list)
+    logging.warning("%s: longrope: its short factors, so up to %d tokens", table.origin, original)
+    return rope.Divided(tuple(x if isinstance(x, int | float) else 0 for x in divisors), magnitude, original)
+
+
 def _magnitude(table: Fields, factor: float) -> float | None:
     """Read DeepSeek's two numbers, which stand for YaRN's attention factor."""
     one, other = (table.get(name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
@@ -130,4 +149,6 @@ def _stretched(values: dict[str, Any], scaling: rope.RopeScaling | None) -> dict
     if isinstance(scaling, rope.Yarn) and not scaling.problems():
         context = max(values["max_seq_len"], round(scaling.factor * scaling.original_max_seq_len))
         values = values | {"max_seq_len": context}
+    if isinstance(scaling, rope.Divided) and scaling.longest is not None:
+        values = values | {"max_seq_len": min(values["max_seq_len"], scaling.longest)}
     return values | {"rope_scaling": scaling}

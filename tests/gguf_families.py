@@ -1,0 +1,77 @@
+"""Hugging Face's folders as GGUF files, by the names of gguf-py and in the orders of llama.cpp's converter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf_writer import gguf_bytes, plain
+
+from jllama.checkpoint import safetensors
+
+PERMUTED = ("llama", "smollm3", "granite")  # whose rotary pairs the converter makes neighbours
+
+
+def convert(folder: Path, path: Path) -> Path:
+    """Write a GGUF file with what a folder holds, in float32."""
+    import gguf
+
+    fields = json.loads((folder / "config.json").read_text())
+    kind = fields["model_type"].removesuffix("_text").replace("gpt_neox", "gptneox")
+    tensors = {name: t.view().astype(np.float32) for name, t in safetensors.read(folder / "model.safetensors").items()}
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    names = gguf.get_tensor_name_map(arch, fields["num_hidden_layers"])
+    found = {}
+    for name, array in tensors.items():
+        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = _converted(kind, name, array, fields)
+    assert None not in found
+    path.write_bytes(gguf_bytes(_keys(kind, fields), {name: plain(array) for name, array in found.items()}))
+    return path
+
+
+def _converted(kind: str, name: str, array: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
+    heads = {"q_proj": fields["num_attention_heads"], "k_proj": fields.get("num_key_value_heads")}
+    projection = next((key for key in heads if key in name), None)
+    if kind in PERMUTED and projection is not None:
+        n = heads[projection]
+        return array.reshape(n, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+    if "query_key_value" in name:
+        n = fields["num_attention_heads"]
+        return array.reshape(n, 3, -1, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
+    return array + 1 if kind.startswith("gemma") and name.endswith("norm.weight") else array
+
+
+def _keys(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    from gguf import Keys
+
+    n_heads, rope = fields["num_attention_heads"], fields["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // n_heads
+    has_layer_norms = "layer_norm_eps" in fields
+    eps = Keys.Attention.LAYERNORM_EPS if has_layer_norms else Keys.Attention.LAYERNORM_RMS_EPS
+    keys = {
+        Keys.LLM.BLOCK_COUNT: fields["num_hidden_layers"],
+        Keys.LLM.CONTEXT_LENGTH: fields["max_position_embeddings"],
+        Keys.LLM.EMBEDDING_LENGTH: fields["hidden_size"],
+        Keys.LLM.FEED_FORWARD_LENGTH: fields["intermediate_size"],
+        Keys.Attention.HEAD_COUNT: n_heads,
+        Keys.Attention.HEAD_COUNT_KV: fields.get("num_key_value_heads", n_heads),
+        Keys.Attention.KEY_LENGTH: head_dim,
+        Keys.Attention.VALUE_LENGTH: head_dim,
+        eps: fields["layer_norm_eps" if has_layer_norms else "rms_norm_eps"],
+        Keys.Rope.FREQ_BASE: rope["rope_theta"],
+        Keys.Rope.DIMENSION_COUNT: int(head_dim * rope.get("partial_rotary_factor", 1)),
+        Keys.LLM.USE_PARALLEL_RESIDUAL: fields.get("use_parallel_residual"),
+        Keys.Attention.SLIDING_WINDOW: fields.get("sliding_window"),
+        Keys.LLM.ATTN_LOGIT_SOFTCAPPING: fields.get("attn_logit_softcapping"),
+        Keys.LLM.FINAL_LOGIT_SOFTCAPPING: fields.get("final_logit_softcapping"),
+        Keys.LLM.EMBEDDING_SCALE: fields.get("embedding_multiplier"),
+        Keys.LLM.RESIDUAL_SCALE: fields.get("residual_multiplier"),
+        Keys.LLM.LOGIT_SCALE: fields.get("logits_scaling"),
+        Keys.Attention.SCALE: fields.get("attention_multiplier"),
+    }
+    if rope["rope_type"] in ("linear", "yarn"):
+        keys |= {Keys.Rope.SCALING_TYPE: rope["rope_type"], Keys.Rope.SCALING_FACTOR: rope["factor"]}
+        keys[Keys.Rope.SCALING_ORIG_CTX_LEN] = rope.get("original_max_position_embeddings")
+    named = {key.format(arch=kind): value for key, value in keys.items() if value is not None}
+    return {"general.architecture": kind} | named

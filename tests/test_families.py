@@ -1,0 +1,88 @@
+"""Every family against transformers: its own tiny models, written by itself, and what it computes of them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import gguf_families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jllama import checkpoint
+from jllama.checkpoint import CheckpointError
+from jllama.decode import Stop, generate
+from jllama.families import HUGGINGFACE
+from jllama.rotary import rotary_frequencies
+from jllama.run import Run
+
+FOLDERS = sorted(path for path in (Path(__file__).parent / "data" / "families").iterdir() if path.is_dir())
+
+jit_generate = jax.jit(generate, static_argnames="slots")
+
+
+def named(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=named)
+def test_logits_and_greedy_ids_equal_those_of_transformers(folder: Path) -> None:
+    expected = np.load(folder / "expected.npz")
+    params = checkpoint.load(folder, dtype="float32")
+    found = tiny.all_logits(params, expected["ids"])
+    np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)
+    # A ragged batch, and single steps past each prompt; equal layers as a stack.
+    params = checkpoint.load(folder, dtype="float32", run=Run(stacked=True))
+    assert params.layers[0].stacked == params.config.has_equal_layers
+    length = np.array([7, 11], np.int32)
+    stop = Stop(jnp.array([-1], jnp.int32), jnp.array(length + 12))
+    prompts = jnp.array(expected["ids"][:, :11])
+    tokens = np.array(jit_generate(params, prompts, jnp.array(length), tiny.greedy(2), stop, slots=32).tokens)
+    for row, n, ids in zip(tokens, length, expected["greedy"], strict=True):
+        np.testing.assert_array_equal(row[n : n + 12], ids)
+
+
+# What a GGUF file has no key for: llama.cpp takes it from the architecture.
+UNSAID = {
+    "gemma2": {"attention_scale": 8**-0.5},
+    "gemma3": {"attention_scale": 8**-0.5, "full_layers": (), "local_rope_theta": 10000.0},
+}
+# llama.cpp's names have no place for them: other ways of YaRN and GELU, and GPT-NeoX's activation.
+HUGGINGFACE_ONLY = ("llama-yarn-mscale", "phi3-longrope", "gpt_neox-serial")
+
+
+@pytest.mark.parametrize("folder", [f for f in FOLDERS if f.name not in HUGGINGFACE_ONLY], ids=named)
+def test_a_gguf_file_holds_the_same_model(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    expected = checkpoint.read(folder)
+    found = checkpoint.read(gguf_families.convert(folder, tmp_path / "m.gguf"))
+    unsaid = UNSAID.get(folder.name, {}) | {"rope_scaling": found.config.rope_scaling}
+    assert found.config == dataclasses.replace(expected.config, **unsaid)
+    np.testing.assert_allclose(rotary_frequencies(found.config), rotary_frequencies(expected.config), rtol=1e-6)
+    assert found.sources.keys() == expected.sources.keys()
+    for name, source in expected.sources.items():
+        rows = source.shape[0]
+        np.testing.assert_array_equal(found.sources[name].read(0, rows), source.read(0, rows), err_msg=name)
+
+
+def can_be_saved(folder: Path) -> bool:
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    return HUGGINGFACE[kind].fields is not None
+
+
+@pytest.mark.parametrize("folder", list(filter(can_be_saved, FOLDERS)), ids=named)
+def test_what_can_be_saved_is_the_same_when_read(folder: Path, tmp_path: Path) -> None:
+    params = checkpoint.load(folder)
+    checkpoint.save(params, tmp_path / "saved", form="huggingface")
+    kinds = [json.loads((at / "config.json").read_text())["model_type"] for at in (folder, tmp_path / "saved")]
+    assert kinds[0] == kinds[1]
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.load(tmp_path / "saved"), params)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma2", "phi3-longrope"])
+def test_what_no_folder_can_hold_is_refused(name: str, tmp_path: Path) -> None:
+    params = checkpoint.load(FOLDERS[0].with_name(name))
+    with pytest.raises(CheckpointError, match=r"a Hugging Face folder of type \w+ cannot hold"):
+        checkpoint.save(params, tmp_path / "saved", form="huggingface")
