@@ -79,6 +79,14 @@ def read(path: str | Path) -> Header:
                 raise GGUFError(f"{path}: {e}") from e
 
 
+def header_of(path: Path) -> Header | None:
+    """Read the header of a file that several readers will want; None where it has none: they say what is wrong."""
+    try:
+        return read(path)
+    except (GGUFError, OSError):
+        return None
+
+
 def read_parts(path: Path, header: Header | None = None) -> dict[Path, Header]:
     """Read the headers of a model that may be split over several files; all metadata but `split.*` are in the first.
 

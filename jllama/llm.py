@@ -24,7 +24,6 @@ from jllama.run import KVDtype, choose
 from jllama.runner import Runner, Timings
 from jllama.settings import Overrides, Settings
 from jllama.tokenizer import Tokenizer
-from jllama.tokenizer.beside import is_gguf
 
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
 _SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
@@ -134,7 +133,7 @@ class LLM:
             raise ValueError("a config makes random weights, which bring no tokenizer: expected a tokenizer too")
         beside = Path(tokenizer or source or "")
         # The header of a large vocabulary takes a while: it is read once, for the tokenizer and for the weights.
-        header = gguf_file.read(source) if source is not None and is_gguf(source) else None
+        header = None if source is None else gguf_file.header_of(source)
         file = tokenizers.find(beside) if tokenizer is None or beside.is_dir() else beside
         found = tokenizers.load(file, header=header if file == source else None)
         if source is None:

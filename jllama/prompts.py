@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import os
 import queue
 import sys
 import threading
@@ -38,8 +38,7 @@ def read(path: str, default: Settings, encode: Callable[[Prompt], Sequence[int]]
       ValueError: a line that is not what it should be, by number.
       OSError: the file can't be read.
     """
-    with contextlib.ExitStack() as stack:
-        file = standard_input() if path == "-" else stack.enter_context(open(path, "rb"))
+    with _open(path) as file:
         is_array = path.endswith(".json")
         for number, raw in enumerate(_array(path, file) if is_array else file, 1):
             try:
@@ -54,6 +53,17 @@ def read(path: str, default: Settings, encode: Callable[[Prompt], Sequence[int]]
             except (ValueError, RecursionError) as e:
                 raise ValueError(f"{path}, {'item' if is_array else 'line'} {number}: {e}") from e
             yield request._replace(prompt=prompt)
+
+
+def _open(path: str) -> BinaryIO:
+    """Open a file; standard input anew, because Python's own must not be in use by a thread when the program ends."""
+    if path != "-":
+        return open(path, "rb")
+    file = standard_input()
+    try:
+        return open(os.dup(file.fileno()), "rb")
+    except OSError:  # it is none of the system's files
+        return file
 
 
 def _array(path: str, file: BinaryIO) -> list[Any]:

@@ -209,7 +209,7 @@ def test_wrong_flags(run: Run, model: Path, flags: list[str], words: str) -> Non
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "no such file"),
+        (None, "no such file or folder"),
         (b"", "empty"),
         (b"version https://git-lfs.github.com/spec/v1\n", "LFS"),
         (b"GGUF" + bytes(300), "GGUF"),

@@ -24,7 +24,7 @@ from gguf_writer import CONFIG, F32, HF_NAMES, KEYS, Q4_0, Q4_1, Q8_0, gguf_byte
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jllama import chat, checkpoint, gguf_file, rope, tokenizer
+from jllama import LLM, chat, checkpoint, gguf_file, rope, tokenizer
 from jllama.checkpoint import CheckpointError, build, gguf, hub, mapped
 from jllama.config import Config
 from jllama.decode import Stop, generate
@@ -755,6 +755,14 @@ def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = tokenizer.load(path, header=header)
     assert found.vocab_size == 48
     assert chat.find_template(path, found, header=header).name == f"{path}: tokenizer.chat_template"
+
+
+def test_loading_reads_a_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "m.gguf", oracle.random_weights(CONFIG, tied=True), TOKENIZER)
+    read, seen = gguf_file.read, []
+    monkeypatch.setattr(gguf_file, "read", lambda path: (seen.append(path), read(path))[1])
+    assert LLM.load(path).tokenizer.vocab_size == 48
+    assert seen == [path]
 
 
 def test_metadata_of_other_files(tmp_path: Path) -> None:

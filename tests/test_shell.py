@@ -224,6 +224,23 @@ def test_prompts_with_ids(run: Run, model: Path, tmp_path: Path) -> None:
     assert "another prompt" in error(run("run", str(model), *flags))
 
 
+def test_a_reader_leaves_while_the_pipe_of_prompts_stays_open(model: Path) -> None:
+    command = [*MAIN, "run", str(model), "--prompt_file=-", *FLAGS, f"--compile_cache={PROGRAMS}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(b"one\n")
+        process.stdin.flush()
+        assert select.select([process.stdout], [], [], 120)[0]
+        assert json.loads(process.stdout.readline())["prompt"] == "one"
+        process.stdout.close()
+        process.stdin.write(b"two\n")
+        process.stdin.flush()
+        assert process.wait(timeout=60) == 0, process.stderr.read()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

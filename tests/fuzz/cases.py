@@ -45,10 +45,8 @@ def make(all_seeds: dict[str, list], name: str, number: int):
         files[file], done = DAMAGE[mutator](files[file], rng)
     if done == "cut":
         off = b"".join(good[len(files[name]) :] for name, good in seed.files.items())
-        if not off or (
-            seed.entry.endswith(".gguf") and len(off) < 32 and not any(off)
-        ):  # padding after the last tensor
-            done = "same"
+        is_padding = seed.entry.endswith(".gguf") and len(off) < 32 and not any(off)  # after the last tensor
+        done = "same" if is_padding or not off else "cut"
     return seed, files, done, rng
 
 

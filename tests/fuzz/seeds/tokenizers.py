@@ -8,9 +8,9 @@ import gguf_writer
 import numpy as np
 import trained
 
-from fuzz.damage.protobuf import packed
 from fuzz.seeds.base import Seed, folder_of, json_bytes, seed, shared_file
 from jllama.tokenizer.pieces import alphabet
+from jllama.tokenizer.proto import field
 
 
 def _pieces():
@@ -51,13 +51,9 @@ def sentencepiece_model():
 
 def _proto(pieces):
     kinds = {0: 2, 1: 3, 2: 3}
-
-    def piece(i, text):
-        return packed([(1, 2, text), (2, 5, struct.pack("<f", -i)), (3, 0, kinds.get(i, 1))])
-
-    trainer = packed([(3, 0, 2), (35, 0, 0), (40, 0, 0), (41, 0, 1), (42, 0, 2)])
-    normalizer = packed([(1, 2, b"identity"), (3, 0, 1)])
-    return packed([*((1, 2, piece(i, p)) for i, p in enumerate(pieces)), (2, 2, trainer), (3, 2, normalizer)])
+    fields = [field(1, field(1, p) + field(2, -float(i)) + field(3, kinds.get(i, 1))) for i, p in enumerate(pieces)]
+    trainer = field(3, 2) + field(35, False) + field(40, 0) + field(41, 1) + field(42, 2)
+    return b"".join(fields) + field(2, trainer) + field(3, field(1, b"identity") + field(3, True))
 
 
 def ranks():
