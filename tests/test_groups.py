@@ -64,10 +64,13 @@ def test_products(kind: str, native: bool, rows: int, out: int, columns: int) ->
     groups_of_x = x.reshape(rows, -1, 32).astype(np.float64)
     scale = np.abs(groups_of_x).max(axis=-1, keepdims=True) / 127
     y = np.asarray(on_device(w).dot(jnp.asarray(x), native=native, fine=False, axis=None), np.float64)
+    finely = np.asarray(on_device(w).dot(jnp.asarray(x), native=native, fine=True, axis=None), np.float64)
     # Rounding is off by half a step at most in each element, and by what float32 loses.
     half_a_step = (scale / 2 * np.ones(32)).reshape(rows, -1)
     wide = right.astype(np.float64)
     np.testing.assert_array_less(np.abs(y - x @ wide.T), 1.001 * half_a_step @ np.abs(wide).T + 1e-30)
+    bound = 1.001 * half_a_step / 254 @ np.abs(wide).T + 2e-6 * np.abs(x) @ np.abs(wide).T
+    np.testing.assert_array_less(np.abs(finely - x @ wide.T), bound + 1e-30)
     rounded = (np.rint(groups_of_x / scale) * scale).reshape(rows, -1)
     bound = 1e-6 * np.abs(rounded) @ np.abs(wide).T
     # An element half-way between two steps may go either way.

@@ -62,7 +62,8 @@ class Groups(Weight):
     """A matrix `weight[o, i] = a * u[o, i] + b`, with u of a few bits and an a and a b for each group.
 
     a is d, times the group's scale if it has one; b is m, or minus m times the group's min, or minus a times `zero`.
-    Products round their inputs to int8 with a scale for each 32 elements. A part that a kind lacks is None.
+    Products round their inputs to int8 with a scale for each 32 elements; `fine` ones round what that left in its turn
+    and multiply it too. A part that a kind lacks is None.
     """
 
     values: jax.Array  # int8 [out, in]; or uint8 [out, in/2]: byte j of 16 has elements j and j + 16 of 32
@@ -98,13 +99,15 @@ class Groups(Weight):
         return dataclasses.replace(self, layer=layer)
 
     def dot(self, x: jax.Array, *, native: bool, fine: bool, axis: str | None) -> jax.Array:
+        n = len(x)
+        if fine:
+            x = jnp.concatenate([x, x - round_in_groups(x)])
         if native and kernels.has("groups"):
-            return summed(kernels.dot_groups(self.kind, self.parts, x, self.layer), axis)
-        w = self._of_layer()
-        y = lax.dot_general(
-            round_in_groups(x), w.numbers(jnp), (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
-        )
-        return summed(y, axis)
+            y = kernels.dot_groups(self.kind, self.parts, x, self.layer)
+        else:
+            w = self._of_layer().numbers(jnp)
+            y = lax.dot_general(round_in_groups(x), w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+        return summed(y[:n] + y[n:] if fine else y, axis)
 
     def take(self, ids: jax.Array) -> jax.Array:
         rows: jax.Array = self._of_layer()._each(lambda part: part[ids]).numbers(jnp)
