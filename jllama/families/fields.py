@@ -66,7 +66,8 @@ class Fields:
     def only(self, name: str, *expected: Any) -> None:
         """Refuse any value but these; absent and null stand for them."""
         value = self.peek(name)
-        if value is not None and not any(value == one for one in expected):
+        # `==` of an array is one too.
+        if value is not None and (isinstance(value, np.ndarray) or not any(value == one for one in expected)):
             choices = " or ".join(map(str, expected))
             self.problems.append(f"{self.prefix}{name} = {shown(value)}: not supported; expected {choices}")
 
