@@ -199,6 +199,7 @@ def from_toml(path: str | Path) -> Config:
         fields: dict[str, Any] = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: cannot be read as TOML: {e}") from e
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     try:
         if "rope_scaling" in fields:
             table = dict(fields["rope_scaling"])

@@ -217,10 +217,10 @@ def _layer(
     def scaled(x: jax.Array) -> jax.Array:
         return x if config.residual_scale == 1 else x * config.residual_scale
 
-    a, k, v = attention(config, run, layer, k, v, _normed(config, layer.attention_norm, x), where, number)
-    after = x + scaled(_normed(config, layer.attention_post_norm, a))
-    f = feed_forward(config, run, layer, _normed(config, layer.ffn_norm, x if config.parallel else after))
-    return after + scaled(_normed(config, layer.ffn_post_norm, f)), k, v
+    a, k, v = attention(config, run, layer, k, v, norm(config, layer.attention_norm, x), where, number)
+    after = x + scaled(norm(config, layer.attention_post_norm, a))
+    f = feed_forward(config, run, layer, norm(config, layer.ffn_norm, x if config.parallel else after))
+    return after + scaled(norm(config, layer.ffn_post_norm, f)), k, v
 
 
 def head(params: Params, hidden: jax.Array) -> jax.Array:
@@ -258,10 +258,10 @@ def attention(
     n_kv, h = config.n_kv_heads, config.head_dim
     q, k, v = jnp.split(linear(layer.wqkv, x, run), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
     if config.width_norms:
-        q, k = _normed(config, layer.q_norm, q), _normed(config, layer.k_norm, k)
+        q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
     q, k, v = q.reshape(b, t, config.n_heads, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
     if config.head_norms:
-        q, k = _normed(config, layer.q_norm, q), _normed(config, layer.k_norm, k)
+        q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
     if where.rotation is not None:
         q, k = rotate(q, where.rotation[:, :, None]), rotate(k, where.rotation[:, :, None])
 
@@ -336,17 +336,17 @@ def feed_forward(config: Config, run: Run, layer: Layer, x: jax.Array) -> jax.Ar
     return linear(layer.w2, hidden if up is None else hidden * up, run, fine=True, divided=True)
 
 
-def norm(config: Config, scale: Norm, x: jax.Array) -> jax.Array:
+def norm(config: Config, scale: Norm | None, x: jax.Array) -> jax.Array:
     """Bring the last axis of `x [..., D]` to a root mean square (or a standard deviation) of 1, then scale it.
+
+    Without a scale there is no norm.
 
     Sources: Zhang and Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450.
     """
+    if scale is None:
+        return x
     if config.norm == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
     x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
     x = x * scale.weight.reshape((1,) * (x.ndim - 1) + (-1,))
     return x if scale.bias is None else x + scale.bias.reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-def _normed(config: Config, scale: Norm | None, x: jax.Array) -> jax.Array:
-    return x if scale is None else norm(config, scale, x)

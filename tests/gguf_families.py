@@ -25,7 +25,7 @@ def convert(folder: Path, path: Path) -> Path:
     for name, array in tensors.items():
         found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = _converted(kind, name, array, fields)
     assert None not in found
-    path.write_bytes(gguf_bytes(_keys(kind, fields), {name: plain(array) for name, array in found.items()}))
+    path.write_bytes(gguf_bytes(keys(kind, fields), {name: plain(array) for name, array in found.items()}))
     return path
 
 
@@ -41,7 +41,8 @@ def _converted(kind: str, name: str, array: np.ndarray, fields: dict[str, Any]) 
     return array + 1 if kind.startswith("gemma") and name.endswith("norm.weight") else array
 
 
-def _keys(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+def keys(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Give the metadata of a GGUF file for the fields of a config.json."""
     from gguf import Keys
 
     n_heads, rope = fields["num_attention_heads"], fields["rope_parameters"]
@@ -49,7 +50,7 @@ def _keys(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     head_dim = fields.get("head_dim") or fields["hidden_size"] // n_heads
     has_layer_norms = "layer_norm_eps" in fields
     eps = Keys.Attention.LAYERNORM_EPS if has_layer_norms else Keys.Attention.LAYERNORM_RMS_EPS
-    keys = {
+    found = {
         Keys.LLM.BLOCK_COUNT: fields["num_hidden_layers"],
         Keys.LLM.CONTEXT_LENGTH: fields["max_position_embeddings"],
         Keys.LLM.EMBEDDING_LENGTH: fields["hidden_size"],
@@ -71,7 +72,7 @@ def _keys(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         Keys.Attention.SCALE: fields.get("attention_multiplier"),
     }
     if rope["rope_type"] in ("linear", "yarn"):
-        keys |= {Keys.Rope.SCALING_TYPE: rope["rope_type"], Keys.Rope.SCALING_FACTOR: rope["factor"]}
-        keys[Keys.Rope.SCALING_ORIG_CTX_LEN] = rope.get("original_max_position_embeddings")
-    named = {key.format(arch=kind): value for key, value in keys.items() if value is not None}
+        found |= {Keys.Rope.SCALING_TYPE: rope["rope_type"], Keys.Rope.SCALING_FACTOR: rope["factor"]}
+        found[Keys.Rope.SCALING_ORIG_CTX_LEN] = rope.get("original_max_position_embeddings")
+    named = {key.format(arch=kind): value for key, value in found.items() if value is not None}
     return {"general.architecture": kind} | named

@@ -8,7 +8,7 @@ import pytest
 
 from jllama.checkpoint import llama2c
 from jllama.config import Config, ConfigError, from_toml
-from jllama.rope import Llama3
+from jllama.rope import Linear, Llama3
 from jllama.tensors import tensors
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -120,3 +120,15 @@ def test_bad_toml_names_the_file_and_the_field(tmp_path: Path, change: tuple[str
 def test_absent_toml_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml"):
         from_toml(tmp_path / "absent.toml")
+
+
+def test_layers_of_their_own_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    text = "dim = 8\nhidden_dim = 8\nn_layers = 4\nn_heads = 1\nn_kv_heads = 1\nvocab_size = 8\nmax_seq_len = 8\n"
+    path.write_text(f"{text}sliding_window = 4\nfull_layers = [1, 3]\n[rope_scaling]\ntype = 'linear'\nfactor = 2.0\n")
+    config = from_toml(path)
+    assert (config.full_layers, config.has_equal_layers, hash(config) != 0) == ((1, 3), False, True)
+    assert config.rope_scaling == Linear(2.0)
+    path.write_text(f"{text}[rope_scaling]\ntype = 'ntk'\n")
+    with pytest.raises(ConfigError, match=r"rope_scaling.type = 'ntk': expected linear or llama3"):
+        from_toml(path)

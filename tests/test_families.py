@@ -1,5 +1,6 @@
 """Every family against transformers: its own tiny models, written by itself, and what it computes of them."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -10,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jllama import checkpoint
-from jllama.checkpoint import CheckpointError
+from jllama import checkpoint, mesh
+from jllama.checkpoint import CheckpointError, huggingface_config
+from jllama.config import ConfigError
 from jllama.decode import Stop, generate
-from jllama.families import HUGGINGFACE
+from jllama.families import GGUF, HUGGINGFACE, Fields, config_of
 from jllama.rotary import rotary_frequencies
 from jllama.run import Run
 
@@ -86,3 +90,39 @@ def test_what_no_folder_can_hold_is_refused(name: str, tmp_path: Path) -> None:
     params = checkpoint.load(FOLDERS[0].with_name(name))
     with pytest.raises(CheckpointError, match=r"a Hugging Face folder of type \w+ cannot hold"):
         checkpoint.save(params, tmp_path / "saved", form="huggingface")
+
+
+def test_a_norm_over_all_heads_is_not_divided() -> None:
+    config = checkpoint.read(FOLDERS[0].with_name("olmo2")).config
+    with pytest.raises(ValueError, match="a norm over all heads"):
+        mesh.local_config(config, 3)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**100),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rope_type", "factor"]), inner),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from(FOLDERS))
+def test_no_config_json_fails_in_another_way(data: st.DataObject, folder: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    tables = [fields, fields["rope_parameters"]]
+    for table in tables:
+        table |= data.draw(st.dictionaries(st.sampled_from(sorted(table)), ANYTHING, max_size=3))
+    with contextlib.suppress(CheckpointError):
+        huggingface_config.parse(fields, "here")
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from(FOLDERS))
+def test_no_keys_of_gguf_fail_in_another_way(data: st.DataObject, folder: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    kind = fields["model_type"].removesuffix("_text").replace("gpt_neox", "gptneox")
+    keys = {key.removeprefix(f"{kind}."): x for key, x in gguf_families.keys(kind, fields).items()}
+    arrays = st.lists(st.integers(0, 9), max_size=3).map(np.array)
+    keys |= data.draw(st.dictionaries(st.sampled_from(sorted(keys)), ANYTHING | arrays, min_size=1, max_size=3))
+    with contextlib.suppress(ConfigError):
+        config_of(GGUF[kind].config, Fields(keys, "here", f"{kind}."), strict=True)

@@ -730,7 +730,7 @@ def test_llama2c_and_back(tmp_path: Path, tied: bool) -> None:
 def test_what_a_folder_cannot_hold(tmp_path: Path) -> None:
     weights = oracle.random_gpt2(24, 96, 1, vocab_size=50, context=32)
     gpt2 = checkpoint.load(hf.write_folder(tmp_path / "m", hf.gpt2_config(24, None, 1, 3, 50, 32), weights))
-    with pytest.raises(CheckpointError, match="cannot hold norm = layer; position = learned; activation = gelu"):
+    with pytest.raises(CheckpointError, match="cannot hold norm = layer; position = learned; gated = False"):
         saved(gpt2, tmp_path / "no")
     config, weights, _ = family("llama-bias")
     windowed = tiny.params(weights, dataclasses.replace(config, sliding_window=4))

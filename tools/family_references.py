@@ -23,7 +23,7 @@ OUT = Path(__file__).resolve().parents[1] / "tests" / "data" / "families"
 LENGTH = 40
 SIZES = {
     "hidden_size": 24,
-    "intermediate_size": 40,
+    "intermediate_size": 36,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": YARN | {"mscale": 1.5, "mscale_all_dim": 0.5, "beta_fast": 4.0, "truncate": False}},
     ),
-    "smollm3": ("SmolLM3", theta(1000.0) | {"num_hidden_layers": 5, "intermediate_size": 20}),
+    "smollm3": ("SmolLM3", theta(1000.0) | {"num_hidden_layers": 5, "intermediate_size": 18}),
     "granite": (
         "Granite",
         theta(1000.0)
@@ -68,7 +68,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": (
         "StableLm",
         theta(1000.0, partial_rotary_factor=0.25)
-        | {"use_qkv_bias": True, "layer_norm_eps": 1e-4, "hidden_size": 48, "intermediate_size": 32, "head_dim": ...},
+        | {"use_qkv_bias": True, "layer_norm_eps": 1e-4, "hidden_size": 48, "intermediate_size": 30, "head_dim": ...},
     ),
     "phi3": ("Phi3", theta(1000.0) | {"sliding_window": 9, "head_dim": ..., "hidden_size": 48}),
     "phi3-longrope": (
