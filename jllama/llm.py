@@ -150,7 +150,7 @@ class LLM:
 
     @property
     def dtype(self) -> str:
-        """What the weights are kept in: "float32", "bfloat16" or "int8"."""
+        """What the embedding is kept in, and mostly the other matrices: a key of `weights.FORMS`."""
         return self.params.embedding.dtype
 
     @property

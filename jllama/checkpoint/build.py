@@ -26,11 +26,13 @@ from jllama.errors import listed, shown
 from jllama.model import Layer, Norm, Params
 from jllama.run import Run
 from jllama.tensors import Tensor, leaves, tensors
-from jllama.weights import FORMS, Linear, Plain, Weight
+from jllama.weights import FORMS, KINDS, Linear, Plain, Weight
+from jllama.weights.groups import from_blocks
 
 __all__ = ["DTYPES", "CheckpointError", "Contents", "abstract_params", "blocks", "build_params", "sources_of"]
 
-DTYPES = tuple(FORMS)
+DTYPES = ("float32", "bfloat16", "int8")
+STORED = "stored"  # each matrix in the form that its file has it in, where there is one
 PLAIN = Run()
 
 # Elements converted at a time: the temporaries stay in the processor's cache, and out of the peak of memory.
@@ -54,7 +56,7 @@ def build_params(
     Args:
       config: sizes of the model.
       sources: its tensors by name.
-      dtype: one of `DTYPES`, for the matrices; norms are float32 always.
+      dtype: one of `DTYPES` or `STORED`, for the matrices; norms are float32 always.
       origin: where the tensors are from, for messages.
       run: how the model will be run.
       mesh: the devices that the model is laid out over; this process reads the parts of its own. None: the default
@@ -71,8 +73,9 @@ def build_params(
     total = sum(math.prod(source.shape) for source in sources.values())
     with tqdm.tqdm(total=total, unit="w", unit_scale=True, desc="weights", delay=1, disable=None) as bar:
 
-        def leaf(layers: Sequence[Sequence[str]], form: str, stacked: bool) -> Any:
-            hosts = _read([[[p[name] for name in names] for names in layers] for p in parts], form, stacked)
+        def leaf(layers: Sequence[Sequence[str]], dtype: str, stacked: bool) -> Any:
+            found = [[[p[name] for name in names] for names in layers] for p in parts]
+            hosts = _read(found, _form(found[0], dtype), stacked)
             placed = [_put(host, on) for host, there in zip(hosts, devices.values(), strict=True) for on in there]
             bar.update(sum(math.prod(sources[name].shape) for names in layers for name in names))
             return placed[0] if mesh is None else jax.tree.map(lambda *leaves: meshes.Parts(leaves), *placed)
@@ -91,8 +94,9 @@ def abstract_params(
     """
     narrowed = part(sources, config, 0, parts)
 
-    def leaf(layers: Sequence[Sequence[str]], form: str, stacked: bool) -> Any:
-        return _make([[narrowed[name] for name in names] for names in layers], form, stacked, jax.ShapeDtypeStruct)
+    def leaf(layers: Sequence[Sequence[str]], dtype: str, stacked: bool) -> Any:
+        found = [[narrowed[name] for name in names] for names in layers]
+        return _make(found, _form(found, dtype), stacked, jax.ShapeDtypeStruct)
 
     return _assemble(meshes.local_config(config, parts), run, dtype, leaf)
 
@@ -161,6 +165,25 @@ def _check(config: Config, sources: Mapping[str, Source], origin: str) -> None:
         raise CheckpointError(f"{origin}: {listed(problems)}")
 
 
+def _form(layers: Sequence[Sequence[Source]], dtype: str) -> str:
+    """Return the form of the leaf that some tensors of each layer make up."""
+    if dtype != STORED:
+        return dtype
+    kinds = {source.stored.kind if source.stored else None for sources in layers for source in sources}
+    kind = kinds.pop()
+    if kind is None and not kinds:
+        return "float32"
+    # Leaves of several types, and of rare ones, are kept in 8 bits: of what they were, little is lost.
+    return kind if kind in KINDS and not kinds else "q8_0"
+
+
+def _encoded(source: Source, form: str, start: int, stop: int) -> Weight:
+    """Read some rows in a form: the file's own blocks, where they are of that."""
+    if source.stored is not None and source.stored.kind == form:
+        return from_blocks(source.stored.read(start, stop), form)
+    return FORMS[form].encode(source.read(start, stop), form)
+
+
 def _make(layers: Sequence[Sequence[Source]], form: str, stacked: bool, array: Any) -> Weight:
     """Make the arrays that hold some tensors of each layer, those of a layer below each other."""
     shape = (sum(source.shape[0] for source in layers[0]), *layers[0][0].shape[1:])
@@ -187,7 +210,7 @@ def _fill(
 ) -> None:
     """Read a tensor, and write each part's columns of it into rows `first` on (of a layer of a stack)."""
     for start, stop in blocks(source.shape):
-        encoded = FORMS[form].encode(source.read(start, stop), form)
+        encoded = _encoded(source, form, start, stop)
         rows: Any = slice(first + start, first + stop)
         for host, wanted in zip(hosts, parts, strict=True):
             block = encoded if wanted.columns is None else encoded.columns(wanted.columns[1])

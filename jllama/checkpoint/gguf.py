@@ -21,7 +21,7 @@ from jllama import gguf_file, rope
 from jllama.checkpoint.build import CheckpointError, Contents
 from jllama.checkpoint.mapped import map_file, release, strided
 from jllama.checkpoint.named import arranged, present
-from jllama.checkpoint.source import Array, Source
+from jllama.checkpoint.source import Array, Source, Stored
 from jllama.config import Config, ConfigError
 from jllama.errors import listed, quoted, shown
 from jllama.families import GGUF, Fields, config_of
@@ -192,10 +192,12 @@ def _block_types(kinds: set[int]) -> dict[int, _Block | str]:
 def _quantised(data: mmap.mmap, offset: int, shape: tuple[int, ...], block: _Block) -> Source:
     row = shape[1] // block.numbers * block.size
 
-    def read(start: int, stop: int) -> Array:
+    def blocks(start: int, stop: int) -> Array:
         release(data)
-        blocks = np.frombuffer(data, np.uint8, (stop - start) * row, offset + start * row)
-        with np.errstate(invalid="ignore", over="ignore"):  # scales that aren't finite stay so, and show in the logits
-            return block.dequantize(blocks.reshape(-1, row))
+        return np.frombuffer(data, np.uint8, (stop - start) * row, offset + start * row).reshape(-1, row)
 
-    return Source(shape, read)
+    def read(start: int, stop: int) -> Array:
+        with np.errstate(invalid="ignore", over="ignore"):  # scales that aren't finite stay so, and show in the logits
+            return block.dequantize(blocks(start, stop))
+
+    return Source(shape, read, stored=Stored(block.name.lower(), blocks))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 import numpy as np
 
-from jllama.checkpoint.source import Array, Source
+from jllama.checkpoint.source import Array, Source, Stored
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:
@@ -45,7 +45,19 @@ def strided(
 
 def rows_of(source: Source, first: int, count: int) -> Source:
     """Give `count` rows of a source from `first` on."""
-    return Source((count, *source.shape[1:]), lambda start, stop: source.read(first + start, first + stop))
+    return _with_rows(source, (count, *source.shape[1:]), lambda read, start, stop: read(first + start, first + stop))
+
+
+def _with_rows(
+    source: Source, shape: tuple[int, ...], rows: Callable[[Callable[[int, int], Array], int, int], Array]
+) -> Source:
+    """Give a source that takes rows of another, whether as numbers or as the file's blocks."""
+
+    def of(read: Callable[[int, int], Array]) -> Callable[[int, int], Array]:
+        return lambda start, stop: rows(read, start, stop)
+
+    stored = source.stored and Stored(source.stored.kind, of(source.stored.read))
+    return Source(shape, of(source.read), stored=stored)
 
 
 def joined(parts: Sequence[Source], axis: int) -> Source:
@@ -87,10 +99,10 @@ def _regrouped(source: Source, head_dim: int, rotary_dim: int, groups: int) -> S
     order = np.arange(head_dim)
     order[:rotary_dim] = order[:rotary_dim].reshape(groups, -1).T.ravel()
 
-    def read(start: int, stop: int) -> Array:
+    def rows(read: Callable[[int, int], Array], start: int, stop: int) -> Array:
         first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim  # whole heads
-        block = source.read(first, last)
+        block = read(first, last)
         heads = block.reshape(-1, head_dim, *block.shape[1:])[:, order]
         return heads.reshape(block.shape)[start - first : stop - first]
 
-    return Source(source.shape, read)
+    return _with_rows(source, source.shape, rows)
