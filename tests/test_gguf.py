@@ -454,7 +454,7 @@ def test_a_leaf_of_several_kinds_is_kept_in_8_bits(tmp_path: Path) -> None:
         if name.endswith(("wq.weight", "wk.weight", "wv.weight")):
             # Half of a step, and the rounding of a scale to float16.
             error, groups = np.abs(found - whole).reshape(-1, 32), np.abs(whole).reshape(-1, 32)
-            assert (error <= groups.max(axis=1, keepdims=True) * (0.6 / 127) + 1e-7).all()
+            assert (error <= groups.max(axis=1, keepdims=True) * (0.6 / 127) + 1e-5).all()  # float16 ends at 6e-8
         else:
             np.testing.assert_array_equal(found, whole, err_msg=name)
 
