@@ -27,10 +27,11 @@ class State(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """When a row ends."""
+    """When a row ends, and what can't come in it."""
 
     ids: jax.Array  # int32 [E]: a generated token that is one of these is a row's last; pad with -1
     length: jax.Array  # int32 [B]: the number of tokens, prompt included, at which a row is full
+    banned: jax.Array | None = None  # bool [V]: tokens that are never drawn, such as a vocabulary's padding
 
 
 def start(params: Params, tokens: jax.Array, length: jax.Array, stop: Stop, cache: Cache | None = None) -> State:
@@ -61,6 +62,9 @@ def read_prompt(
     prompt ends in this block gets its first token.
     """
     block = lax.dynamic_slice_in_dim(state.tokens, first, width, axis=1)
+    # Of a row that ends before the block all is padding: it is replaced here, as `prefill` does where some of it is.
+    own = jnp.take_along_axis(state.tokens, state.pos[:, None], axis=1)
+    block = jnp.where((state.pos < first)[:, None], own, block)
     length = state.pos + 1 - first
     logits, cache = prefill(params, state.cache, block, length, first)
     return _extend(state._replace(cache=cache), logits, sampling, stop, ~state.done & (length > 0) & (length <= width))
@@ -89,6 +93,8 @@ def decode(params: Params, state: State, sampling: Sampling, stop: Stop, steps: 
 
 def _extend(state: State, logits: jax.Array, sampling: Sampling, stop: Stop, active: jax.Array) -> State:
     """Draw the next token of the rows that are `active`, and end those that are complete."""
+    if stop.banned is not None:
+        logits = jnp.where(stop.banned[None], -jnp.inf, logits)
     token = sample(logits, sampling, state.tokens, state.pos)
     logprob = log_probability(logits, token)
     pos = state.pos + active.astype(jnp.int32)

@@ -85,7 +85,7 @@ class LLM:
         """
         self.params = params
         self.tokenizer = tokenizer.fit(params.config.vocab_size)
-        self.runner = Runner(params, compile_cache)
+        self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused)
         self._template = template
 
     @classmethod
@@ -300,7 +300,7 @@ class LLM:
         rows = min(-(-len(ids) // width), max(1, _SCORE_TOKENS // width))
         rows = -(-rows // self.runner.shards) * self.runner.shards
         count = -(-len(ids) // (width * rows))
-        windows = np.pad(ids, (0, count * rows * width - len(ids))).reshape(count, rows, width)
+        windows = np.pad(ids, (0, count * rows * width - len(ids)), mode="edge").reshape(count, rows, width)
         windows = np.pad(windows, ((0, 0), (0, 0), (1, 0)), constant_values=self.tokenizer.bos)
         with self.runner.timed("prompt"):
             blocks = [self.runner.put(window, meshes.ROWS) for window in windows]

@@ -162,7 +162,9 @@ def put(mesh: Mesh | None, tree: Any, where: Any) -> Any:
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, tree)
 
-    def place(spec: PartitionSpec, leaf: Any) -> jax.Array:
+    def place(spec: PartitionSpec, leaf: Any) -> jax.Array | None:
+        if leaf is None:
+            return None
         host = np.asarray(leaf)
         return jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda index: host[index])
 

@@ -234,7 +234,7 @@ class Pool:
         settings = [(row or anyone).sampling for row in rows]
         sampling = jax.tree.map(lambda *leaves: np.stack(leaves), *settings)
         limits = np.array([1 if row is None else row.limit for row in rows], np.int32)
-        stop = Stop(self._stop_ids, limits)  # type: ignore[arg-type]
+        stop = Stop(self._stop_ids, limits, self.runner.banned)  # type: ignore[arg-type]
         return self.runner.put(sampling, SAMPLING), self.runner.put(stop, STOP)
 
     def _least_used(self) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jllama import mesh, processes
 from jllama.model import Params
@@ -34,9 +36,18 @@ class Timings:
 class Runner:
     """A model with its programs, and the time that they took."""
 
-    def __init__(self, params: Params, compile_cache: str | Path | None = None) -> None:
-        """Take a model; programs are kept in the folder `compile_cache`, or in memory alone."""
+    def __init__(self, params: Params, compile_cache: str | Path | None = None, banned: Collection[int] = ()) -> None:
+        """Take a model.
+
+        Args:
+          params: the model.
+          compile_cache: the folder where programs are kept; None: in memory alone.
+          banned: ids that are never drawn.
+        """
         self.params = params
+        self.banned: np.ndarray | None = None
+        if banned:
+            self.banned = np.isin(np.arange(params.config.vocab_size), list(banned))
         self.mesh = mesh.mesh_of(params)
         self.shards, self.parts = mesh.shape_of(self.mesh)  # of the rows of a batch, and of the model
         self.timings = Timings()

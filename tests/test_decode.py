@@ -179,6 +179,27 @@ def test_bad_weights_stop_the_row_with_its_position() -> None:
         batch_greedy(untied, [[5, 6, 7]], 5)
 
 
+def test_padding_that_nobody_asked_for_reaches_no_row() -> None:
+    """The embedding of id 0 holds NaN, and prompts are padded with it: also where others are blocks longer."""
+    params, weights = tiny.model("gqa")
+    embedding = weights["tok_embeddings.weight"].copy()
+    embedding[0] = np.nan
+    output = weights.get("output.weight", weights["tok_embeddings.weight"])
+    poisoned = tiny.params({**weights, "tok_embeddings.weight": embedding, "output.weight": output}, params.config)
+    prompts = np.zeros((3, 32), np.int32)
+    lengths = (2, 5, 20)
+    for row, n in zip(prompts, lengths, strict=True):
+        row[:n] = tiny.ids(params.config, n, seed=n) % (params.config.vocab_size - 1) + 1
+    stop = Stop(NONE, jnp.array(lengths, jnp.int32) + 4)
+    state = start(poisoned, jnp.array(prompts), jnp.array(lengths, jnp.int32), stop)
+    jit_read = jax.jit(decode.read_prompt, static_argnames="width")
+    for first in range(0, 24, 8):
+        state = jit_read(poisoned, state, tiny.greedy(3), stop, np.int32(first), width=8)
+    state = jax.jit(decode.decode)(poisoned, state, tiny.greedy(3), stop, np.int32(10))
+    for row, n, found in zip(prompts, lengths, np.asarray(state.tokens), strict=True):
+        assert found[n : n + 4].tolist() == oracle_greedy(weights, params.config, row[:n], 4)
+
+
 def programs(rows: int, slots: int = 256):
     """Compile the two programs of a small model; returns them, the decode state's shapes and the config."""
     params, _ = tiny.model("gqa")

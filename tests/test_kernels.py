@@ -2,9 +2,11 @@
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -419,6 +421,24 @@ def test_a_library_of_another_version(
 ) -> None:
     library = compiled(tmp_path, code.replace("SOURCE", kernels._source()))
     assert re.search(expected, reason(library, monkeypatch))
+
+
+@needs_kernels
+def test_a_lower_instruction_set_can_be_forced() -> None:
+    code = "from jllama import kernels; print(kernels.explain()); print(kernels.build())"
+
+    def call(last: str) -> str:
+        environment = os.environ | {"JLLAMA_CPU": last}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        return done.stdout + done.stderr
+
+    assert re.match(
+        r"native kernels: float32 generic, .*, attention generic; none above generic because of JLLAMA_CPU\n",
+        call("generic"),
+    )
+    assert kernels.build() not in call("generic")
+    assert "ValueError: JLLAMA_CPU='386': expected one of generic, " in call("386")
 
 
 def test_a_clone_finds_the_installed_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,12 +317,15 @@ def npy_header(text: str) -> bytes:
         (b"\x93NUMPY\1\0", ["cannot be read"]),
         (b"", ["cannot be read"]),
         (b"PK\3\4" + bytes(50), ["cannot be read"]),
-        (np.array([os.system], object), ["cannot be read", "Python objects"]),
+        (np.array([os.system], object), ["object [1]", "expected float32 or float16"]),
+        (npy_header("{'descr': 'V0', 'fortran_order': False, 'shape': (-1,)}"), ["|V0 [-1]"]),  # NumPy divides by zero
+        (npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}"), ["cannot be read: [-1]"]),
+        (npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 4)}"), ["cannot be read: [0, 4]"]),
         (np.zeros((48, 32), np.int32), ["int32 [48, 32]", "expected float32 or float16"]),
         (np.float32(1), ["float32 []"]),
         (npy_header("(" * 3000), ["cannot be read"]),  # RecursionError or MemoryError of the parser
         (npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (8L, 8L \\"), ["cannot be read"]),  # TokenError
-        (npy_header("{'descr': [], 'fortran_order': False, 'shape': (1,)}"), ["_embeddings.weight.npy is"]),
+        (npy_header("{'descr': [], 'fortran_order': False, 'shape': (1,)}"), ["it is [] [1], expected float32"]),
         (npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (2**62,)}"), ["cannot be read"]),
         (npy_header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**62}, 4)}}"), ["cannot be read"]),
         (npy_header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': (1{', 1' * 69},)}}"), ["cannot be read"]),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from console import reset_flags
+from test_rooms import ROOMS
 
 from jllama.cli import commands
 
@@ -48,3 +49,9 @@ def test_the_two_set_up_commands() -> None:
     assert last.endswith(found)
     assert found.startswith("pip install -e ")
     assert found.endswith("pytest")
+
+
+def test_the_map_shows_every_room() -> None:
+    shown = re.findall(r"^  (\w+)(?:\.py|/) ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert set(shown) == {room for room in ROOMS if not room.startswith("__")} | {"stories"}
+    assert len(shown) == len(set(shown))

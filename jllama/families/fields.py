@@ -66,15 +66,14 @@ class Fields:
     def only(self, name: str, *expected: Any) -> None:
         """Refuse any value but these; absent and null stand for them."""
         value = self.peek(name)
-        # `==` of an array is one too.
-        if value is not None and (isinstance(value, np.ndarray) or not any(value == one for one in expected)):
+        if value is not None and not any(_equal(value, one) for one in expected):
             choices = " or ".join(map(str, expected))
             self.problems.append(f"{self.prefix}{name} = {shown(value)}: not supported; expected {choices}")
 
     def agree(self, found: Mapping[str, Any]) -> Any:
         """Return the value that was found under several names, None where under none."""
         given = [(name, value) for name, value in found.items() if value is not None]
-        if any(value != given[0][1] for _, value in given):
+        if not all(_equal(value, given[0][1]) for _, value in given):
             both = " and ".join(f"{self.prefix}{name} = {shown(value)}" for name, value in given)
             self.problems.append(f"{both}: expected one value")
         return given[0][1] if given else None
@@ -88,6 +87,13 @@ class Fields:
     def unasked(self) -> list[str]:
         """Name the fields that nobody has asked for."""
         return [name for name in self.values if name not in self._asked]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; an array is so to arrays alone."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return type(one) is type(other) and np.array_equal(one, other)
+    return bool(one == other)
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -74,7 +74,6 @@ def explain() -> str:
     return f"native kernels: {runs}" + (f"; {loaded.reason}" if loaded.reason else "")
 
 
-@functools.cache
 def build() -> str:
     """Name the kernels, "" where there are none: compiled programs are good for those of the same name."""
     sets = _load().sets

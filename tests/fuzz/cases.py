@@ -19,6 +19,7 @@ from fuzz.seeds import SEEDS, Seed
 WORK = Path(os.environ.get("FUZZ_WORK", Path(tempfile.gettempdir()) / "jllama-fuzz"))
 SECONDS = 5.0  # of processor time that a case may take, beside those for the size of its files
 BYTES_A_SECOND = 2_000_000
+MOST = 8_000_000  # bytes of a file
 ROOM = 3 << 30  # bytes of address space over those of a worker at its start
 GROWN = 192 << 20  # bytes by which the peak of memory may grow in a case, beside GROWN_TIMES the size of its files
 GROWN_TIMES = 100
@@ -43,6 +44,7 @@ def make(all_seeds: dict[str, list], name: str, number: int):
     files, done = dict(seed.files), ""
     for file, mutator in seed.damage.items():
         files[file], done = DAMAGE[mutator](files[file], rng)
+        files[file] = files[file][:MOST]
     if done == "cut":
         off = b"".join(good[len(files[name]) :] for name, good in seed.files.items())
         is_padding = seed.entry.endswith(".gguf") and len(off) < 32 and not any(off)  # after the last tensor

@@ -9,6 +9,7 @@ PAST: dict[str, tuple[int, ...]] = {
     "gguf_tokenizer": (188, 213, 300, 344, 461, 518, 614, 846, 887, 1012, 1038, 1118, 1436, 1945),
     "llama2c_v0": (945,),
     "llama2c_v1": (84,),
+    "meta_npy": (6263,),
     "sentencepiece_model": (9, 13, 28),
     "tiktoken_model": (1,),
     "tokenizer_json": (107, 581, 1254, 1643, 1658, 2042),
