@@ -135,18 +135,19 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chatty: str, tmp_path: Path
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     shown = b""
 
-    def wait_for(text: bytes) -> None:
+    def wait_for(text: bytes, *, interrupting: bool = False) -> None:
         nonlocal shown
         end = time.monotonic() + 60
         while text not in shown:
             assert time.monotonic() < end, shown
-            if select.select([ours], [], [], 1)[0]:
+            if interrupting:  # readline misses a signal that comes just before it waits
+                process.send_signal(signal.SIGINT)
+            while select.select([ours], [], [], 1)[0] and text not in shown:
                 shown += os.read(ours, 4096)
         shown = shown[shown.index(text) + len(text) :]
 
     wait_for(b"> ")
-    process.send_signal(signal.SIGINT)  # at the prompt
-    wait_for(b"leaves")
+    wait_for(b"leaves", interrupting=True)
     wait_for(b"> ")
     os.write(ours, b"hello\n")
     time.sleep(0.3)
