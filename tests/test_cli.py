@@ -319,6 +319,7 @@ def test_a_reader_that_leaves_is_no_error(model: Path, tmp_path: Path) -> None:
     assert b"Traceback" not in err
 
 
+@pytest.mark.slow
 def test_ten_thousand_prompts_in_bounded_memory(model: Path, tmp_path: Path) -> None:
     (tmp_path / "many.txt").write_text("".join(f"{'abcdefg'[: i % 7 + 1]}\n" for i in range(10000)))
 

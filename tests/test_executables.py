@@ -54,6 +54,7 @@ def end(process: subprocess.Popen[str]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_a_later_start_compiles_nothing_and_says_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "programs"
     both = [end(p) for p in [begin(folder), begin(folder)]]  # two processes at once

@@ -143,6 +143,7 @@ def found() -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "mesh"), [(case, mesh) for case, texts in meshes.CASES.items() for mesh in texts])
 def test_logits_on_a_mesh_are_those_of_one_device(found: dict[str, Any], case: str, mesh: str) -> None:
     result = found["cases"][case][mesh]
@@ -155,12 +156,14 @@ def test_logits_on_a_mesh_are_those_of_one_device(found: dict[str, Any], case: s
         assert result["collectives"] == {}  # each device by itself
 
 
+@pytest.mark.slow
 def test_ragged_batches_are_the_same_on_a_mesh(found: dict[str, Any]) -> None:
     one, mesh = found["batches"]
     assert one["ids"] == mesh["ids"]
     assert [len(ids) for ids in one["ids"]] == [5, 6, 7, 8, 9]
 
 
+@pytest.mark.slow
 def test_devices_send_sums_and_logits_alone(found: dict[str, Any]) -> None:
     one, mesh = found["batches"]
     assert one["collectives"] == [{}, {}, {}]
@@ -171,6 +174,7 @@ def test_devices_send_sums_and_logits_alone(found: dict[str, Any]) -> None:
     assert loop == {"all-reduce f32[4,48]": 4, "all-reduce f32[4,1,48]": 1, "all-gather f32[4,100]": 1}
 
 
+@pytest.mark.slow
 def test_each_device_keeps_its_rows_and_heads_in_place(found: dict[str, Any]) -> None:
     mesh = found["batches"][1]
     # 8 rows and 2 key heads, one for each of 4 devices, so each head twice: 4 rows and 1 head on each of 8.
@@ -179,6 +183,7 @@ def test_each_device_keeps_its_rows_and_heads_in_place(found: dict[str, Any]) ->
     assert mesh["reused"] >= 2 * 2 * 4 * 64 * 6 * 4
 
 
+@pytest.mark.slow
 def test_each_device_holds_its_part_of_each_weight(found: dict[str, Any]) -> None:
     assert len(found["shards"]) == 23
     for name, (parts, devices) in found["shards"].items():
@@ -252,6 +257,7 @@ def alone(model: Path) -> str:
     return finish([start([*MAIN, *flags(model, "few.txt")])])[0]
 
 
+@pytest.mark.slow
 def test_two_processes_print_what_one_does(model: Path, alone: str) -> None:
     first, second = finish(start_two(flags(model, "few.txt", "--mesh=model:2")))
     assert first == alone
@@ -261,6 +267,7 @@ def test_two_processes_print_what_one_does(model: Path, alone: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_processes_read_a_half_each(model: Path, alone: str) -> None:
     port = str(free_port())
     command = [sys.executable, str(ROOT / "tests/worker.py"), str(model), port]
