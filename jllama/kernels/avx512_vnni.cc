@@ -13,7 +13,13 @@ struct Int8 : Integers<64> {
   static __mmask64 mask(int64_t n) { return (1ull << n) - 1; }
   static __m512i zero() { return _mm512_setzero_si512(); }
   static __m512i raise(__m512i w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
-  static __m512i weight(const int8_t* p) { return raise(_mm512_loadu_si512(p)); }
+  // Masked loads of all bytes leave fetching ahead to us: with plain ones Zen 5 reads memory at two thirds of the speed.
+  static __m512i load(const int8_t* p) {
+    __mmask64 all = ~0ull;
+    asm("" : "+k"(all));
+    return _mm512_maskz_loadu_epi8(all, p);
+  }
+  static __m512i weight(const int8_t* p) { return raise(load(p)); }
   static __m512i weight(const int8_t* p, int64_t n) { return raise(_mm512_maskz_loadu_epi8(mask(n), p)); }
   static __m512i element(const int8_t* p) { return _mm512_loadu_si512(p); }
   static __m512i element(const int8_t* p, int64_t n) { return _mm512_maskz_loadu_epi8(mask(n), p); }

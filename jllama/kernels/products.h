@@ -166,15 +166,20 @@ template <class T>
 void dot_int8(const ProductInt8& p, Span outputs, Span rows) {
   multiply<T>(p.w, p.x, p.in, outputs, {rows.begin * p.each, rows.end * p.each},
               [&](int64_t row, int64_t o, int n, int m, const int32_t (*totals)[kOutputs], bool) {
-                for (int64_t r = 0; r < n; r += p.each)
-                  for (int i = 0; i < m; ++i) {
-                    float sum = 0.0f;
-                    for (int64_t e = r; e < r + p.each; ++e) {
-                      const int32_t exact = totals[e][i] - T::kRaised * p.x_sum[row + e];
-                      sum += static_cast<float>(exact) * (p.w_scale[o + i] * p.x_scale[row + e]);
-                    }
-                    p.y[(row + r) / p.each * p.out + o + i] = sum;
+                // All kOutputs of a tile at once, missing ones too, so that the compiler makes vectors of them.
+                float scale[kOutputs] = {};
+                std::memcpy(scale, p.w_scale + o, m * sizeof(float));
+                for (int64_t r = 0; r < n; r += p.each) {
+                  float sum[kOutputs] = {};
+                  for (int64_t e = r; e < r + p.each; ++e) {
+                    const int32_t raised = T::kRaised * p.x_sum[row + e];
+                    const float x_scale = p.x_scale[row + e];
+JLLAMA_UNROLL
+                    for (int i = 0; i < kOutputs; ++i)
+                      sum[i] += static_cast<float>(totals[e][i] - raised) * (scale[i] * x_scale);
                   }
+                  std::memcpy(p.y + (row + r) / p.each * p.out + o, sum, m * sizeof(float));
+                }
               },
               p.each);
 }
