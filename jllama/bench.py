@@ -7,12 +7,8 @@ machine reads memory, and how fast it multiplies matrices of each dtype.
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +18,16 @@ import numpy as np
 
 from jllama import decode, programs
 from jllama.decode import State, Stop
+from jllama.machine import Machine, Spread, measure_machine, timed
 from jllama.model import Params, init_cache, step
-from jllama.run import Run
 from jllama.runner import block_width, cache_slots
 from jllama.sampling import argmax
 from jllama.settings import Settings, to_sampling
 from jllama.tensors import counts
-from jllama.weights import FORMS, Linear, Plain, linear
 
 TOKENS_PER_SECOND = "tokens/s: tokens of all rows together, read (prefill) or generated (decode), per second"
 _EAGER_TOKENS = 16  # enough for a median; eager decoding is slow
 _CACHE_LIMIT = 4 << 30  # bytes: deeper or wider rows than fit this are left out
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Seconds of some repeats: their median, and the fastest and slowest."""
-
-    median: float
-    fastest: float
-    slowest: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """What this machine can do, measured: bytes read a second, and multiplications and additions a second by dtype."""
-
-    cpu: str
-    cores: int
-    devices: str
-    jax: str
-    jaxlib: str
-    bandwidth: float
-    peak: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,35 +156,6 @@ def run(
             ways = compare_ways(params, min(new, _EAGER_TOKENS), repeats)
     kernels = "native" if params.run.kernels else "xla"
     return Report(machine, kernels, params.run.kv_dtype, TOKENS_PER_SECOND, prompt, new, repeats, models, rows, ways)
-
-
-def measure_machine(dtypes: Sequence[str], megabytes: int = 256) -> Machine:
-    """Measure how fast this machine reads memory and multiplies matrices."""
-    w = jnp.ones((megabytes * 128, 2048), jnp.float32)
-    run = Run()
-    reads = [timed(jax.jit(lambda w, x: linear(Linear(Plain(w)), x, run)), w, jnp.ones((1, 2048)), repeats=10)]
-    reads.append(timed(jax.jit(jnp.sum), w, repeats=10))
-    bandwidth = w.nbytes / min(r.fastest for r in reads)
-    peak = {}
-    for dtype in dtypes:
-        out, width, rows = 4096, 2048, 512
-        stored = Linear(jax.tree.map(jnp.asarray, FORMS[dtype].encode(np.ones((out, width), np.float32), dtype)))
-        spread = timed(jax.jit(linear, static_argnums=2), stored, jnp.ones((rows, width)), run, repeats=5)
-        peak[dtype] = 2 * out * width * rows / spread.fastest
-    devices = ", ".join(sorted({d.device_kind for d in jax.devices()}))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(_cpu_name(), cores, devices, jax.__version__, version("jaxlib"), bandwidth, peak)
-
-
-def timed(function: Callable[..., Any], *args: Any, repeats: int) -> Spread:
-    """Time a function whose results are JAX arrays, after one warm-up."""
-    seconds = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        jax.block_until_ready(function(*args))  # type: ignore[no-untyped-call]
-        seconds.append(time.perf_counter() - began)
-    del seconds[0]
-    return Spread(statistics.median(seconds), min(seconds), max(seconds))
 
 
 class _Bench:
@@ -355,9 +299,3 @@ def _peak_memory() -> int:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())

@@ -103,8 +103,7 @@ def init_cache(params: Params, batch: int, length: int) -> Cache:
     config = params.config
     shape = (batch * config.n_kv_heads, length, config.head_dim)
     stacks = [layer.wo.weight.shape[:-2] for layer in params.layers]
-    k, v = (tuple(jnp.zeros((*stack, *shape), params.run.kv_dtype) for stack in stacks) for _ in range(2))
-    return Cache(k, v)
+    return Cache(*(tuple(jnp.zeros((*stack, *shape), params.run.kv_dtype) for stack in stacks) for _ in range(2)))
 
 
 def prefill(
@@ -179,8 +178,7 @@ def _places(config: Config, positions: jax.Array) -> Callable[[int], _Tokens]:
     rotation = rotary(config, positions) if config.position == "rope" else None
     local = rotation
     if config.local_rope_theta:
-        plain = dataclasses.replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
-        local = rotary(plain, positions)
+        local = rotary(dataclasses.replace(config, rope_theta=config.local_rope_theta, rope_scaling=None), positions)
 
     def where(number: int) -> _Tokens:
         window = None if number in config.full_layers else config.sliding_window

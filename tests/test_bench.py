@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from console import Run, error
 
-from jllama import bench
+from jllama import bench, machine
 
 FLAGS = ("--mode=bench", "--bench_prompt=20", "--bench_new=6", "--bench_batches=2", "--bench_repeats=2")
 
@@ -68,7 +68,7 @@ def test_json_is_one_object_with_every_measurement(run: Run, config: str, tmp_pa
 
 def test_the_schema_is_documented() -> None:
     text = (Path(__file__).parents[1] / "docs" / "benchmark.md").read_text()
-    for kind in (bench.Report, bench.Machine, bench.Model, bench.Row, bench.Way, bench.Spread):
+    for kind in (bench.Report, machine.Machine, bench.Model, bench.Row, bench.Way, machine.Spread):
         for field in dataclasses.fields(kind):
             assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
 
