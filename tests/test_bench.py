@@ -22,6 +22,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--config={path}"
 
 
+@pytest.mark.slow
 def test_json_is_one_object_with_every_measurement(run: Run, config: str, tmp_path: Path) -> None:
     code, out, _ = run(
         *FLAGS, config, "--bench_dtypes=float32,int8", "--bench_format=json", f"--bench_plot={tmp_path}/plot.png"

@@ -299,6 +299,7 @@ def start(cache: Path, *args: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_a_program_of_its_own_starts_faster_the_second_time(model: Path, tmp_path: Path) -> None:
     compiling = []
     for _ in range(2):

@@ -77,6 +77,7 @@ choices = strategies.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(strategies.lists(choices, min_size=5, max_size=30))
 def test_any_order_of_joining_ending_growing_and_shrinking_leaves_each_row_its_text(steps) -> None:

@@ -309,7 +309,8 @@ def test_a_process_has_memory_for_its_part_alone(tmp_path: Path, dtype: str) -> 
         assert 0.95 * weights < grown < 1.1 * weights + 20e6
 
 
-@pytest.mark.parametrize(("mesh", "victim"), [pytest.param("model:2", 1, marks=pytest.mark.slow), ("data:2", 0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "victim"), [("model:2", 1), ("data:2", 0)])
 def test_when_a_process_is_killed_the_other_ends_too(
     model: Path, alone: str, tmp_path: Path, mesh: str, victim: int
 ) -> None:
