@@ -15,7 +15,7 @@ import numpy as np
 from jllama.decode import State, Stop
 from jllama.mesh import ROWS
 from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START, STOP
-from jllama.runner import Runner, batch_rows, block_width, cache_slots
+from jllama.runner import Runner, batch_rows, block_width, cache_slots, power_of_two
 from jllama.sampling import Sampling
 from jllama.settings import Settings, to_sampling
 
@@ -177,7 +177,7 @@ class Pool:
 
     def local_rows(self, count: int) -> int:
         """Return the rows of a state for `count` rows on a shard."""
-        return max(self._least, batch_rows(count, 1, "float32"))
+        return max(self._least, power_of_two(count))
 
     def admit(self, rows: list[Row | None], state: State) -> None:
         """Take up rows whose prompts are read, in the order of their state's."""

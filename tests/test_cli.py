@@ -12,13 +12,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
-from console import MAIN, Run, error
+from console import MAIN, Run, error, write_model
 from trained import write_tokenizer
 
 from jllama.cli.flags import GROUPS
-from jllama.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,11 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with its tokenizer beside it."""
-    folder = tmp_path_factory.mktemp("model")
-    config = Config(16, 24, 1, 2, 1, 330, 64)
-    oracle.write_v0(folder / "model.bin", oracle.random_weights(config, tied=True), config)
-    write_tokenizer(folder / "tokenizer.bin", 330)
-    return folder / "model.bin"
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_story_with_its_prompt_and_the_times(run: Run, shared: Path) -> None:

@@ -7,16 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import oracle
 import pytest
-from console import MAIN, Run, error
-from trained import write_tokenizer
+from console import MAIN, Run, error, write_model
 
 import jllama
 from jllama import checkpoint
 from jllama.cli.commands import COMMANDS
 from jllama.cli.flags import DTYPES, GROUPS
-from jllama.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,11 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with its tokenizer beside it."""
-    folder = tmp_path_factory.mktemp("model")
-    config = Config(16, 24, 1, 2, 1, 330, 64)
-    oracle.write_v0(folder / "model.bin", oracle.random_weights(config, tied=True), config)
-    write_tokenizer(folder / "tokenizer.bin", 330)
-    return folder / "model.bin"
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def test_words_stand_for_flags(run: Run, model: Path, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 import oracle
 import pytest
 import tiny
-from console import MAIN, Run
-from trained import write_tokenizer
+from console import MAIN, Run, write_model
 
 from jllama import LLM, Settings
 from jllama.chat import ChatError, Template
@@ -107,9 +106,7 @@ def test_reset_and_system() -> None:
 @pytest.fixture
 def chatty(tmp_path: Path) -> str:
     """A checkpoint with a tokenizer and a template beside it."""
-    config = Config(16, 24, 1, 2, 1, 330, 64)
-    oracle.write_v0(tmp_path / "model.bin", oracle.random_weights(config, tied=True), config)
-    write_tokenizer(tmp_path / "tokenizer.bin", 330)
+    write_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     return f"--checkpoint={tmp_path}/model.bin"
 

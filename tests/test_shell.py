@@ -13,14 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-import oracle
 import pytest
 from conftest import PROGRAMS
-from console import MAIN, Run, error
-from trained import write_tokenizer
+from console import MAIN, Run, error, write_model
 
 from jllama.cli import chat, errors, folders, output
-from jllama.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = (
@@ -32,12 +29,9 @@ FLAGS = ("--temperature=0", "--max_new_tokens=3")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with its tokenizer and a template beside it."""
-    folder = tmp_path_factory.mktemp("model")
-    config = Config(16, 24, 1, 2, 1, 330, 64)
-    oracle.write_v0(folder / "model.bin", oracle.random_weights(config, tied=True), config)
-    write_tokenizer(folder / "tokenizer.bin", 330)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder / "model.bin"
+    path = write_model(tmp_path_factory.mktemp("model"))
+    (path.parent / "chat_template.jinja").write_text(TEMPLATE)
+    return path
 
 
 def program(*args: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
