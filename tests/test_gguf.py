@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from jllama import LLM, chat, checkpoint, gguf_file, kernels, rope, tokenizer
 from jllama.checkpoint import CheckpointError, build, gguf, hub, mapped
+from jllama.checkpoint.source import Source, Stored
 from jllama.config import Config
 from jllama.decode import Stop, generate
 from jllama.gguf_file import GGUFError
@@ -441,6 +442,26 @@ def test_with_kernels_blocks_stay_as_they_are(tmp_path: Path, kind: str) -> None
     found = {name: source.read(0, source.shape[0]) for name, source in build.sources_of(params).items()}
     tiny.assert_same(found, exact)
     assert checkpoint.load(path).embedding.dtype == "int8"  # without kernels
+
+
+def test_rows_of_blocks_are_reordered_as_those_of_numbers() -> None:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 60, (64, 34), np.uint8)  # four heads of 16, a block a row
+    numbers = dequantize(blocks, GGMLQuantizationType.Q8_0)
+    stored = Stored("q8_0", lambda start, stop: blocks[start:stop])
+    source = Source(numbers.shape, lambda start, stop: numbers[start:stop], stored=stored)
+    pairs = np.arange(64).reshape(4, 2, 8).swapaxes(1, 2).ravel()  # (j, j + 8) of each head side by side
+    for start, stop in ((0, 64), (5, 40)):
+        turned = mapped.interleaved(source, 16, 16)
+        assert turned.stored is not None
+        np.testing.assert_array_equal(turned.read(start, stop), numbers[pairs][start:stop])
+        np.testing.assert_array_equal(turned.stored.read(start, stop), blocks[pairs][start:stop])
+        part = mapped.rows_of(source, 10, 50).stored
+        assert part is not None
+        np.testing.assert_array_equal(part.read(start, min(stop, 50)), blocks[10:60][start : min(stop, 50)])
 
 
 @pytest.mark.skipif(not kernels.has("groups"), reason=kernels.explain())
