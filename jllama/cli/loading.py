@@ -89,7 +89,5 @@ def weights(dtype: str) -> Params:
     """Load or make the weights in a dtype, to be run as the flags say."""
     on = mesh.make_mesh(FLAGS.mesh) if FLAGS.mesh else None
     run = choose(FLAGS.kernels, FLAGS.kv_dtype, on_mesh=on is not None)
-    if FLAGS.config:
-        dtype = "float32" if dtype == "auto" else dtype
-        return checkpoint.random(config.from_toml(expanded(FLAGS.config)), dtype=dtype, run=run, mesh=on)
-    return checkpoint.load(FLAGS.checkpoint, dtype=dtype, rope_theta=FLAGS.rope_theta, run=run, mesh=on)
+    source = config.from_toml(expanded(FLAGS.config)) if FLAGS.config else FLAGS.checkpoint
+    return checkpoint.load(source, dtype=dtype, rope_theta=FLAGS.rope_theta, run=run, mesh=on)
