@@ -15,7 +15,7 @@ import numpy as np
 from jllama.decode import State, Stop
 from jllama.mesh import ROWS
 from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START, STOP
-from jllama.runner import Runner, batch_rows, block_width, cache_slots, power_of_two
+from jllama.runner import Runner, block_width, cache_slots, power_of_two
 from jllama.sampling import Sampling
 from jllama.settings import Settings, to_sampling
 
@@ -64,7 +64,8 @@ class Pool:
         self.most = most
         self.runner = runner
         self._stop_ids = np.array(stop_ids, np.int32)
-        self._least = batch_rows(min(most, 2), 1, runner.params.embedding.dtype)
+        # int8 rounds a row alone in another way: where there can be others, a row is never alone.
+        self._least = 2 if most > 1 and runner.params.embedding.dtype == "int8" else 1
         self._reading: list[Row] = []
         self._places: list[Row | None] = []
         self._state: State | None = None
