@@ -11,7 +11,7 @@ import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trained import SPECIAL, metadata_of, sentencepiece_metadata, train, train_sentencepiece
+from trained import BEGINS, BYTES, SPECIAL, metadata_of, sentencepiece_metadata, train, train_sentencepiece
 
 from jllama import tokenizer
 from jllama.text import StreamDecoder
@@ -255,15 +255,6 @@ def test_a_control_token_in_the_vocabulary_is_out_of_reach(ignore_merges, oracle
     tok = write(tmp_path, spec, config={"eos_token_id": 1})
     for text in SPECIAL:
         assert not set(tok.encode(text)) & {0, 1, 2}
-
-
-BEGINS = {
-    "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-    "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}},
-}
-BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jllama.tokenizer.pieces import alphabet
 
+# Parts of a tokenizer.json: what puts BOS before a text, and how text becomes bytes.
+BEGINS = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}},
+}
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
 TEXT = [
     "the cat sat on the mat, then it ate the hat 1234",
     "hello   there\n\n  hello #other ## I'll you'Ve",

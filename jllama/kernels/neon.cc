@@ -8,17 +8,10 @@
 namespace {
 
 // Two products of bytes fit into 16 bits: weights are within -128 .. 127 and x within -127 .. 127.
-struct Int8 : Integers<16> {
-  using Sum = int32x4_t;
-  static int32x4_t zero() { return vdupq_n_s32(0); }
-  static int8x16_t weight(const int8_t* p) { return load_int8(p); }
-  static int8x16_t weight(const int8_t* p, int64_t n) { return load_int8(p, n); }
-  static int8x16_t element(const int8_t* p) { return load_int8(p); }
-  static int8x16_t element(const int8_t* p, int64_t n) { return load_int8(p, n); }
+struct Int8 : Integers<16>, ByteLanes {
   static int32x4_t add(int32x4_t sum, int8x16_t w, int8x16_t x) {
     return vpadalq_s16(sum, vmlal_high_s8(vmull_s8(vget_low_s8(w), vget_low_s8(x)), w, x));
   }
-  static void totals(const int32x4_t* sum, int32_t* to) { int_sums(sum, to); }
 };
 
 }  // namespace

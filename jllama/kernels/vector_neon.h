@@ -97,6 +97,17 @@ inline void int_sums(const int32x4_t* sum, int32_t* to) {
 }
 
 
+// What products of bytes have in common, but for the instruction that adds them.
+struct ByteLanes {
+  using Sum = int32x4_t;
+  static int32x4_t zero() { return vdupq_n_s32(0); }
+  static int8x16_t weight(const int8_t* p) { return load_int8(p); }
+  static int8x16_t weight(const int8_t* p, int64_t n) { return load_int8(p, n); }
+  static int8x16_t element(const int8_t* p) { return load_int8(p); }
+  static int8x16_t element(const int8_t* p, int64_t n) { return load_int8(p, n); }
+  static void totals(const int32x4_t* sum, int32_t* to) { int_sums(sum, to); }
+};
+
 // Bytes in groups, unpacked: see groups.h. `Ints` is what a file multiplies bytes with.
 template <class Ints>
 struct GroupBytes {

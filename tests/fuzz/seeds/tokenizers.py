@@ -7,6 +7,7 @@ import struct
 import gguf_writer
 import numpy as np
 import trained
+from trained import BEGINS, BYTES
 
 from fuzz.seeds.base import Seed, folder_of, json_bytes, seed, shared_file
 from jllama.tokenizer.pieces import alphabet
@@ -71,13 +72,6 @@ def tiktoken_model():
 
 SPACE = "\u2581"
 FIRST = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
-BEGINS = {
-    "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-    "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}},
-}
-BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
 
 
 def added(i: int, content: str, **changes: bool) -> dict:
