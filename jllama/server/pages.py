@@ -62,7 +62,7 @@ class PagedPool(Pool):
         self._last_slots = cache_slots(config.max_seq_len, config.max_seq_len)
         self._page = min(_PAGE, self._slots_for(1))
         cache = jax.eval_shape(lambda: init_cache(runner.params, 1, self._page))
-        self.token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) // self._page
+        self.token_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) // self._page
 
     @property
     def shape(self) -> tuple[int, int]:
