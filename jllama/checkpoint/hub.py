@@ -37,9 +37,14 @@ def local(path: str | Path) -> Path:
       CheckpointError: there is nothing at the path, the address is wrong, something is not installed, or the model
         cannot be had.
     """
-    if isinstance(path, str) and path in NAMES:
-        return NAMES[path]()
+    if is_name(path):
+        return NAMES[str(path)]()
     return _in_folder(_fetched(str(path)) if re.match("hf:/", str(path)) else _existing(Path(path)))
+
+
+def is_name(path: str | Path | None) -> bool:
+    """Whether this names a model that comes with this package or another."""
+    return isinstance(path, str) and path in NAMES
 
 
 def _existing(path: Path) -> Path:

@@ -47,7 +47,9 @@ GROUPS: dict[str, list[Flag]] = {
         ),
         Flag(
             flags.DEFINE_string(
-                "tokenizer", None, "its tokenizer, a file or folder; unset: looked for in or beside the checkpoint"
+                "tokenizer",
+                None,
+                "its tokenizer: a file, a folder or stories; unset: looked for in or beside the checkpoint",
             ),
             _TEXT,
         ),
