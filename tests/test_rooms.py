@@ -53,14 +53,16 @@ ROOMS = {
     "prompts": {"generation", "settings"},
     "ray": {"generation", "llm", "settings"},
     "session": {"chat", "generation", "llm", "pool", "settings"},
-    "server": {"decode", "generation", "llm", "mesh", "model", "pool", "programs", "runner", "settings"},
+    "server": {"chat", "decode", "generation", "llm", "mesh", "model", "pool", "programs", "runner", "sampling"}
+    | {"settings", "tokenizer"},
     "machine": {"run", "weights"},
     "bench": {"machine", "decode", "model", "programs", "run", "runner", "sampling", "settings", "tensors", "weights"},
     "report": {"bench"},
     "results": {"prompts"},
     "plan": {"checkpoint", "mesh", "model", "run", "runner"},
     "cli": {"bench", "chat", "checkpoint", "config", "errors", "generation", "kernels", "llm", "mesh", "model"}
-    | {"plan", "processes", "prompts", "report", "results", "run", "session", "settings", "tokenizer"},
+    | {"plan", "processes", "prompts", "report", "results", "run", "server", "session", "settings"}
+    | {"tokenizer"},
     "__init__": {"checkpoint", "generation", "llm", "session", "settings", "tokenizer"},
     "__main__": {"cli"},
 }
