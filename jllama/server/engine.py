@@ -331,6 +331,8 @@ class Engine:
             self._store.add(task.known, task.job.salt)
 
     def _emit(self, task: Task, event: Event) -> None:
+        if task.cancelled:
+            return
         try:
             task.job.emit(event)
         except Exception:  # nobody listens any more

@@ -138,7 +138,8 @@ class PagedPool(Pool):
         """Run every program once that can be needed while the states are no larger than `allowed` bytes."""
         for slots in self._slots:
             for width in self.widths(slots):
-                prompt = [0] * min(width, self.runner.params.config.max_seq_len - 1)
+                room = min(slots, self.runner.params.config.max_seq_len) - len(self._rows) - 1  # for a step of each
+                prompt = [0] * min(width, room)
                 (row,) = self.accept([(prompt, dataclasses.replace(settings, max_new_tokens=slots))])
                 PagedReading(self, row, None, slots).finish()
                 if width != self.widths(slots)[-1]:
