@@ -51,6 +51,7 @@ ROOMS = {
     "llm": {"chat", "checkpoint", "config", "generation", "gguf_file", "mesh", "model", "pool", "programs", "run"}
     | {"runner", "settings", "tokenizer"},
     "prompts": {"generation", "settings"},
+    "ray": {"generation", "llm", "settings"},
     "session": {"chat", "generation", "llm", "pool", "settings"},
     "server": {"decode", "generation", "llm", "mesh", "model", "pool", "programs", "runner", "settings"},
     "machine": {"run", "weights"},
