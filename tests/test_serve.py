@@ -13,7 +13,7 @@ import httpx
 import pytest
 from conftest import PROGRAMS
 from console import MAIN, Run, error, write_model
-from servers import events, model, served, until
+from servers import events, until
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,19 +61,6 @@ def test_from_the_command_to_the_signal(checkpoint: Path, tmp_path: Path) -> Non
     assert re.search(
         r'127\.0\.0\.1 "POST /v1/completions" 200 total=\d\S* cmpl-\w+ prompt=\d+ cached=\d+ generated=', log
     )
-
-
-def test_the_second_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr("os._exit", codes.append)
-    with served(None) as server:
-        server.server.handle_exit(signal.SIGINT, None)  # nothing can break off what is being compiled
-        assert codes == [130]
-    with served(model()) as server:
-        server.server.handle_exit(signal.SIGTERM, None)
-        assert codes == [130]
-        server.server.handle_exit(signal.SIGTERM, None)
-        assert codes == [130, 143]
 
 
 def test_without_the_libraries_it_says_how_to_get_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import socket
 import threading
 import time
@@ -292,7 +293,7 @@ def test_draining() -> None:
             found = [pool.submit(server.post, "/v1/completions", **LONG, stream=True) for _ in range(2)]
             until(lambda: server.service.engine.status.running == 2)
             began = time.monotonic()
-            server.server.handle_exit(15, None)
+            server.server.handle_exit(signal.SIGTERM, None)
             until(lambda: server.service.state == "draining")
             health = server.client.get("/health")
             assert (health.status_code, health.json()["status"]) == (503, "draining")
@@ -305,6 +306,19 @@ def test_draining() -> None:
         server.thread.join(timeout=10)
         assert not server.thread.is_alive()
         assert time.monotonic() - began < 3
+
+
+def test_the_second_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    with served(None) as server:
+        server.server.handle_exit(signal.SIGINT, None)  # nothing can break off what is being compiled
+        assert codes == [130]
+    with served(model()) as server:
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert codes == [130]
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert codes == [130, 143]
 
 
 KEYS = ("sesame", "ключ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import logging
@@ -16,6 +17,7 @@ from jllama.cli import output
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded
 from jllama.cli.loading import check_source, load
+from jllama.cli.status import waiting
 from jllama.settings import Settings
 
 if TYPE_CHECKING:
@@ -63,7 +65,10 @@ def main() -> None:
     def ready() -> None:
         output.note(f"{options.model} is served at {address} (Ctrl-C ends it)")
 
-    serving.serve(service, lambda: load()[0], at, grace=FLAGS.grace, ready=ready)
+    def starting() -> contextlib.AbstractContextManager[None]:
+        return waiting("starting")
+
+    serving.serve(service, lambda: load()[0], at, grace=FLAGS.grace, starting=starting, ready=ready)
 
 
 def _name() -> str:
@@ -93,17 +98,18 @@ def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
+class _Lines(logging.Handler):
     """Lines on standard error, in the place of whatever says there how far things are."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return f"\r\x1b[K{text}" if sys.stderr.isatty() else text
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        text = self.format(record)
+        print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def _log(service: Service) -> None:
     """Log to standard error: warnings of the libraries, what is answered, and on a terminal what runs."""
-    handler = _Lines(sys.stderr)
+    handler = _Lines()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     for name, level in (("jllama", logging.DEBUG if FLAGS.verbose else logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)

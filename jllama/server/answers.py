@@ -52,6 +52,7 @@ class Choice:
     def __init__(self, index: int, given: Given, asked: Asked, tokenizer: Tokenizer, shape: Shape) -> None:
         self.given = given
         self.ended: Finished | None = None
+        self._tokenizer = tokenizer
         self._index = index
         self._asked = asked
         self._shape = shape
@@ -100,6 +101,15 @@ class Choice:
             text = self.given.text + text
         return self._entry(self._shape.full(text), lists, done.finish_reason)
 
+    def generated(self) -> int:
+        """Count the tokens of the answer, with the one that ended it, as vLLM and llama.cpp do."""
+        if self.ended is None:
+            return 0
+        done, spelling = self.ended.completion, Spelling(self._tokenizer, self.given.ids)
+        # A stop string ends a text before the end of its tokens.
+        whole = b"".join(map(spelling.next, done.tokens)).decode(errors="replace")
+        return len(done.tokens) + (done.finish_reason == "stop" and whole == done.text)
+
     def _prompt_lists(self, scored: PromptScores | None) -> dict[str, Any] | None:
         return self._lists.add(self.given.ids, scored.logprobs, scored.tops) if self._lists and scored else None
 
@@ -144,10 +154,9 @@ class Answers:
     def usage(self) -> dict[str, Any]:
         """Count tokens: a prompt once, whatever the number of its answers."""
         prompt = sum(len(given.ids) for given in self._asked.prompts)
-        ended = [choice.ended for choice in self.choices if choice.ended]
         # An answer's siblings find its whole prompt cached: what was saved is what the first of them found.
         cached = sum(c.ended.cached_tokens for c in self.choices[:: self._asked.n] if c.ended)
-        generated = sum(map(generated_tokens, ended))
+        generated = sum(choice.generated() for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -157,8 +166,3 @@ class Answers:
 
     def _wrap(self, kind: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, **self._head, "choices": entries}
-
-
-def generated_tokens(event: Finished) -> int:
-    """Return how many tokens an answer took."""
-    return len(event.completion.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -85,6 +86,7 @@ def serve(
     at: socket.socket,
     *,
     grace: float,
+    starting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until a signal comes.
@@ -94,6 +96,7 @@ def serve(
       make: loads the model.
       at: the socket.
       grace: how many seconds what runs gets to end.
+      starting: what lasts until the model is there.
       ready: called, on another thread, as the model is there.
 
     Raises:
@@ -102,7 +105,8 @@ def serve(
     server = Server(service, grace)
 
     def load() -> None:
-        service.load(make)
+        with starting():
+            service.load(make)
         if service.fault is None:
             ready()
 
