@@ -54,6 +54,7 @@ class Completion:
       tokens: the generated ids, without the one that ended the text.
       logprobs: the natural log of the model's probability of each of them, before any sampling setting.
       finish_reason: "stop" (end-of-text token or stop string) or "length" (max_new_tokens, or the context is full).
+      top_logprobs: the most probable ids in the place of each, as many as the setting asks for, with the same logs.
     """
 
     prompt: str
@@ -61,6 +62,7 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
+    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
 class Answer:
@@ -74,8 +76,9 @@ class Answer:
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
         self.finish_reason: Literal["stop", "length"] | None = None
-        self._stop_ids = tokenizer.stop_ids
+        self._stop_ids = prompt.settings.ends(tuple(tokenizer.stop_ids))
         self._decoder = StreamDecoder(tokenizer, ids)
         self._stops = StopStrings(prompt.settings.stop)
         self._read = 0
@@ -92,13 +95,14 @@ class Answer:
 
     def update(self, pool: Pool) -> None:
         """Add the tokens that its row has got."""
-        ids, logprobs = pool.take(self.row)
-        for token, logprob in zip(ids, logprobs, strict=True):
+        ids, logprobs, top = pool.take(self.row)
+        for i, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             if token in self._stop_ids:
                 self._finish("stop")
                 return
             self.tokens.append(token)
             self.logprobs.append(logprob)
+            self.top_logprobs += top[i : i + 1]
             piece = self._decoder.feed(token)
             self._ends.append(len(piece) + (self._ends[-1] if self._ends else 0))
             if self._add(piece):
@@ -137,7 +141,9 @@ class Answer:
     def completion(self) -> Completion:
         """Return the finished text."""
         assert self.finish_reason is not None
-        return Completion(self.prompt.text, self.text, self.tokens, self.logprobs, self.finish_reason)
+        return Completion(
+            self.prompt.text, self.text, self.tokens, self.logprobs, self.finish_reason, self.top_logprobs
+        )
 
 
 class _Chunks:

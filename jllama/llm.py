@@ -282,6 +282,7 @@ class LLM:
         """
         ids = self.tokenizer.prompt_ids(prompt.text) if prompt.ids is None else list(prompt.ids)
         self.runner.check(ids)
+        self.runner.check_ids([*prompt.settings.logit_bias, *prompt.settings.stop_token_ids])
         return ids
 
     def score(self, text: str) -> Score:

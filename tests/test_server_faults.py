@@ -1,6 +1,5 @@
 """What has gone wrong in other servers: clients that leave, halves of characters, full queues, engines that die."""
 
-import itertools
 import json
 import signal
 import socket
@@ -248,18 +247,21 @@ def test_characters_come_whole_and_stop_strings_not_at_all() -> None:
 
 def test_an_engine_that_dies_fails_all_and_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_DEAD_SECONDS", 1.5)
-    calls, broken = itertools.count(), threading.Event()
+    broken = threading.Event()
 
-    def breaking(program: object, args: object) -> None:
-        if program is DECODE and broken.is_set() and next(calls) == 3:
-            raise RuntimeError("kaputt")
+    def breaking(program: object, args: Any) -> None:
+        if program is DECODE:
+            time.sleep(0.005 * int(args[-1]))
+            if broken.is_set():
+                raise RuntimeError("kaputt")
 
-    llm = changed(model(), breaking)
-    with served(llm) as server:
-        broken.set()
+    with served(changed(model(), breaking)) as server:
         with ThreadPoolExecutor() as pool:
-            found = [pool.submit(server.post, "/v1/completions", **LONG) for _ in range(6)]
-            bodies = [pool.submit(server.post, "/v1/completions", **LONG, stream=True) for _ in range(1)]
+            found = [pool.submit(server.post, "/v1/completions", **LONG) for _ in range(3)]
+            bodies = [pool.submit(server.post, "/v1/completions", **LONG, stream=True) for _ in range(2)]
+            status = server.service.engine.status
+            until(lambda: status.running + status.waiting == 5)
+            broken.set()
             for each in found:
                 error(each.result(), each.result().status_code)
                 assert each.result().status_code in (500, 503)
