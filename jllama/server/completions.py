@@ -8,7 +8,7 @@ from jllama.errors import quoted
 from jllama.server.errors import refusal
 from jllama.server.fields import Fields
 from jllama.server.logprobs import TextLogprobs
-from jllama.server.requests import Given, top_logprobs
+from jllama.server.requests import Given, check_length, top_logprobs
 from jllama.tokenizer import Tokenizer, TokenizerError
 
 
@@ -32,8 +32,8 @@ class Shape:
     full = part
 
 
-def prompts(fields: Fields, tokenizer: Tokenizer, most: int) -> list[Given]:
-    """Return the prompts of a request: a text, ids, or up to `most` of these.
+def prompts(fields: Fields, tokenizer: Tokenizer, *, most: int, context: int) -> list[Given]:
+    """Return the prompts of a request: a text, up to `context` ids, or up to `most` of these.
 
     Raises:
       ApiError: there is none, or it can't be encoded.
@@ -42,11 +42,11 @@ def prompts(fields: Fields, tokenizer: Tokenizer, most: int) -> list[Given]:
     if isinstance(value, list) and value and not _is_id(value[0]):
         if len(value) > most:
             raise refusal("prompt", f"{len(value)} prompts: expected {most} at most, the rows and the queue together")
-        return [_prompt(each, tokenizer) for each in value]
-    return [_prompt(value, tokenizer)]
+        return [_prompt(each, tokenizer, context) for each in value]
+    return [_prompt(value, tokenizer, context)]
 
 
-def _prompt(value: Any, tokenizer: Tokenizer) -> Given:
+def _prompt(value: Any, tokenizer: Tokenizer, context: int) -> Given:
     if isinstance(value, str):
         try:
             return Given(value, tokenizer.prompt_ids(value))
@@ -56,6 +56,7 @@ def _prompt(value: Any, tokenizer: Tokenizer) -> Given:
         raise refusal(
             "prompt", f"prompt = {quoted(value)}: expected a text, an array of token ids, or an array of these"
         )
+    check_length(value, context, 0)
     if wrong := [i for i in value if not 0 <= i < tokenizer.vocab_size]:
         raise refusal("prompt", f"prompt has the token id {quoted(wrong[0])}: expected 0 to {tokenizer.vocab_size - 1}")
     return Given(tokenizer.decode(value), value)

@@ -167,7 +167,7 @@ class Service:
           ApiError: it can't be answered.
         """
         llm, _ = self.loaded()
-        options, most = self.options, self.options.most
+        options, most, context = self.options, self.options.most, llm.params.config.max_seq_len
         wanted = fields.get("model", str)
         if options.strict_model and wanted not in (None, options.model):
             raise ApiError(404, f"the model here is {options.model}", param="model", code="model_not_found")
@@ -175,7 +175,8 @@ class Service:
             prompts = chat.prompts(fields, self.template)
             logprobs = chat.wants_logprobs(fields)
         else:
-            prompts = completions.prompts(fields, llm.tokenizer, options.max_rows + options.max_queue)
+            most_prompts = options.max_rows + options.max_queue
+            prompts = completions.prompts(fields, llm.tokenizer, most=most_prompts, context=context)
             logprobs = completions.wants_logprobs(fields)
             most = _COMPLETION_TOKENS if most is None else most
         asked = requests.asked(fields, prompts, options.settings, most=most, logprobs=logprobs, n_most=options.max_rows)
@@ -186,7 +187,6 @@ class Service:
                 llm.runner.check_ids(getattr(asked.settings, name))
             except ValueError as e:
                 raise refusal(name, f"{name}: {e}") from e
-        context = llm.params.config.max_seq_len
         for given in prompts:
             requests.check_length(given.ids, context, asked.most)
             if asked.echo and logprobs is not None and len(given.ids) > llm.window:
