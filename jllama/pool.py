@@ -188,16 +188,22 @@ class Pool:
         if place is None or state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             self.end(row)
             return None
-        ids = self._tokens[place, : self._pos[place]].tolist()
-        local, least = self._local, self._least
-        self.end(row)
-        if not self.rows and local == least and place % local == 0:
+        if len(self.rows) == 1 and self._local == self._least and place % self._local == 0:
+            kept = Kept(state, self._tokens[place, : self._pos[place]].tolist(), row.shard)
             self._state = None  # handed over as it is
         else:
-            sources = np.zeros(self.runner.shards * least, np.int32)
-            sources[row.shard * least :][:least] = place % local
-            slots = self._slots_for(len(ids) + 1)
-            state = self.runner.call(REGROUP, state, self.runner.put(sources, ROWS), slots=slots)
+            kept = self.copy(row)
+        self.end(row)
+        return kept
+
+    def copy(self, row: Row) -> Kept:
+        """Return what can be used again of a row that goes on."""
+        assert row.place is not None
+        ids = self._tokens[row.place, : self._pos[row.place]].tolist()
+        sources = np.zeros(self.runner.shards * self._least, np.int32)
+        sources[row.shard * self._least :][: self._least] = row.place % self._local
+        slots = self._slots_for(len(ids) + 1)
+        state = self.runner.call(REGROUP, self._state, self.runner.put(sources, ROWS), slots=slots)
         return Kept(state, ids, row.shard)
 
     def shrink(self) -> None:

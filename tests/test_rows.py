@@ -33,7 +33,7 @@ def by_row(state: State) -> list[list[np.ndarray]]:
         leaves = [
             np.moveaxis(np.asarray(x)[..., row * K : (row + 1) * K, :, :], -2, 0) for x in jax.tree.leaves(state.cache)
         ]
-        found.append([*leaves, *(np.asarray(x)[row] for x in state[1:])])
+        found.append([*leaves, *(np.asarray(x)[row] for x in jax.tree.leaves(state[1:]))])
     return found
 
 

@@ -183,7 +183,7 @@ def unchunked(body: bytes) -> bytes:
 def test_logprobs_of_a_chat(client: openai.OpenAI, llm: LLM) -> None:
     (expected,) = llm.generate([llm_prompt(llm)], batch_size=1)
     asked = {"model": "x", "messages": MESSAGES, "max_tokens": 12, "seed": 3, "logprobs": True}
-    for count in (None, 0):
+    for count in (None, 0, 5):
         top = {} if count is None else {"top_logprobs": count}
         (choice,) = client.chat.completions.create(**asked, **top).choices
         entries = choice.logprobs.content
@@ -275,6 +275,20 @@ def test_settings_reach_the_model(server: Served, llm: LLM) -> None:
     for name in ("repetition_penalty", "repeat_penalty"):
         found = server.post("/v1/completions", prompt="the cat", max_tokens=12, **given, **{name: 1.3}).json()
         assert found["choices"][0]["text"] == expected.text
+    bias = {str(i): -100 for i in expected.tokens[:3]}
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": -0.5}
+    (other,) = llm.generate(["the cat"], max_new_tokens=12, logit_bias=bias, **penalties, **given)
+    asked = {"prompt": "the cat", "max_tokens": 12, "logit_bias": bias, **penalties, **given}
+    assert server.post("/v1/completions", **asked).json()["choices"][0]["text"] == other.text != expected.text
+    asked = {
+        "prompt": "the cat",
+        "max_tokens": 12,
+        "repeat_penalty": 1.3,
+        **given,
+        "stop_token_ids": expected.tokens[4:5],
+    }
+    (choice,) = server.post("/v1/completions", **asked).json()["choices"]
+    assert (expected.text.startswith(choice["text"]), choice["finish_reason"]) == (True, "stop")
     stop = expected.text[2:4]
     found = server.post("/v1/completions", prompt="the cat", max_tokens=12, **given, repeat_penalty=1.3, stop=stop)
     (choice,) = found.json()["choices"]
@@ -314,6 +328,10 @@ def test_settings_reach_the_model(server: Served, llm: LLM) -> None:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 200}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": [[5, 1]]}, "logit_bias"),
+        ({"logit_bias": {"330": 1}}, "logit_bias"),
+        ({"stop_token_ids": [330]}, "stop_token_ids"),
+        ({"min_tokens": -1}, "min_tokens"),
         ({"logprobs": True}, "logprobs"),
         ({"model": 7}, "model"),
         ({"guided_regex": "a+"}, "guided_regex"),

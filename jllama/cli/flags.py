@@ -130,6 +130,10 @@ GROUPS: dict[str, list[Flag]] = {
         Flag(flags.DEFINE_string("system_prompt", "", "the system message"), "chat"),
         Flag(flags.DEFINE_integer("batch_size", 8, "prompts processed together"), "run plan"),
         Flag(
+            flags.DEFINE_integer("n", 1, "answers to each prompt, as JSON lines, with the seeds seed, seed + 1, ..."),
+            "run",
+        ),
+        Flag(
             flags.DEFINE_bool("echo", True, "print a single prompt before its continuation; --noecho doesn't"),
             "run",
         ),

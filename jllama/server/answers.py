@@ -92,7 +92,7 @@ class Choice:
         text, lists = done.text, None
         if self._lists is not None:
             parts = [self._prompt_lists(scored)] if self._asked.echo else []
-            parts.append(self._lists.add(done.tokens, done.logprobs, getattr(done, "top_logprobs", [])))
+            parts.append(self._lists.add(done.tokens, done.logprobs, done.top_logprobs))
             lists = {
                 name: [each for part in parts if part for each in part[name]] if isinstance(value, list) else value
                 for name, value in (parts[-1] or {}).items()

@@ -66,7 +66,7 @@ def build(service: Service) -> Starlette:
         ),
         Middleware(Guard, keys=options.keys, host=options.host, origins=options.origins),
     ]
-    handlers = {ApiError: _refused, HTTPException: _unrouted, ClientDisconnect: _left, Exception: _failed}
+    handlers = {ApiError: _refused, HTTPException: _unrouted, ClientDisconnect: _left}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
     app.router.redirect_slashes = False
     return app
@@ -195,8 +195,3 @@ async def _unrouted(request: Request, fault: HTTPException) -> Response:
 
 async def _left(request: Request, fault: ClientDisconnect) -> Response:
     return Response(status_code=_GONE)
-
-
-async def _failed(request: Request, fault: Exception) -> Response:
-    known = from_fault(RuntimeError())
-    return JSONResponse(known.envelope, known.status)

@@ -8,11 +8,10 @@ from typing import Any
 from jllama.errors import shown
 from jllama.server.errors import ApiError, refusal
 from jllama.server.fields import Fields
-from jllama.settings import Settings
+from jllama.settings import MOST_LIKELY, Settings
 
 _SEEDS = 2**64
 _INT32 = 2**31 - 1
-_MOST_TOP = 20
 
 # Names of a request -> fields of `Settings` that they set.
 _SETTINGS = {
@@ -28,9 +27,9 @@ _SETTINGS = {
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
+    "logit_bias": "logit_bias",
     "min_tokens": "min_new_tokens",
 }
-_HAD = {field.name for field in dataclasses.fields(Settings)}
 # What would change the answer, and isn't here: each with the values that change nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -71,7 +70,7 @@ _IGNORED = frozenset({
     "verbosity", "cache_prompt", "keep_alive", "spaces_between_special_tokens", "priority", "request_id",
 })
 _TAKEN = frozenset({
-    "messages", "prompt", "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "logit_bias",
+    "messages", "prompt", "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo",
     "max_tokens", "max_completion_tokens", "response_format", "tools", "tool_choice", "chat_template_kwargs",
     "cache_salt",
 })
@@ -136,6 +135,7 @@ def asked(
     """
     _refuse(fields)
     wanted, options = _settings(fields, defaults), stream_options(fields)
+    wanted = dataclasses.replace(wanted, top_logprobs=logprobs or 0)
     found = [fields.within(name, 0, _INT32) for name in ("max_completion_tokens", "max_tokens")]
     return Asked(
         prompts,
@@ -158,7 +158,7 @@ def unknown(fields: Fields) -> list[str]:
 
 def top_logprobs(fields: Fields, name: str) -> int:
     """Return how many likely tokens are wanted beside each token."""
-    return fields.within(name, 0, _MOST_TOP) or 0
+    return fields.within(name, 0, MOST_LIKELY) or 0
 
 
 def stream_options(fields: Fields) -> Fields | None:
@@ -197,33 +197,20 @@ def _refuse_structure(fields: Fields) -> None:
 
 def _settings(fields: Fields, defaults: Settings) -> Settings:
     """Return the settings that the request overrides, each checked by itself, so that the error can name it."""
-    changes = {}
-    for name, setting in _SETTINGS.items():
-        if name in fields.values and setting not in _HAD:
-            if fields.values[name] not in (0, False, {}, []):
-                raise refusal(name, f"{name} is not supported here: leave it out")
-        elif name in fields.values:
-            changes[setting] = _checked(name, setting, fields.values[name])
-    if fields.get("logit_bias", dict):
-        changes["logit_bias"] = _checked("logit_bias", "logit_bias", _bias(fields))
+    fields.get("logit_bias", dict)  # `Settings` takes pairs as well
+    changes = {
+        setting: _checked(name, setting, fields.values[name])
+        for name, setting in _SETTINGS.items()
+        if name in fields.values
+    }
     return dataclasses.replace(defaults, **changes)
 
 
 def _checked(name: str, setting: str, value: Any) -> Any:
-    if setting not in _HAD:
-        raise refusal(name, f"{name} is not supported here: leave it out")
     try:
         return getattr(Settings(**{setting: value}), setting)
     except ValueError as e:
         raise refusal(name, str(e).replace(setting, name, 1)) from e
-
-
-def _bias(fields: Fields) -> dict[int, Any]:
-    """Return logit_bias, whose ids JSON has as strings."""
-    try:
-        return {int(name): value for name, value in fields.get("logit_bias", dict).items()}
-    except ValueError:
-        raise fields.wrong("logit_bias", "an object of token ids and numbers") from None
 
 
 def check_length(ids: list[int], context: int, most: int | None) -> None:

@@ -15,9 +15,9 @@ from jllama.programs import Program
 from jllama.runner import power_of_two
 from jllama.sampling import log_probability
 from jllama.server.logprobs import Top
+from jllama.settings import MOST_LIKELY
 
 _MIN_TOKENS = 16
-_MOST_TOP = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ def score_with_top(params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Ar
     """Predict tokens 1 to T - 1 of `tokens [1, T]`: log-probabilities of each `[1, T-1]`, and of the likeliest ids."""
     hidden, _ = forward(params, init_cache(params, *tokens.shape), tokens, jnp.zeros(tokens.shape[0], jnp.int32))
     logits = head(params, hidden[:, :-1]).reshape(-1, params.config.vocab_size)
-    values, ids = jax.lax.top_k(logits, min(_MOST_TOP, params.config.vocab_size))
+    values, ids = jax.lax.top_k(logits, min(MOST_LIKELY, params.config.vocab_size))
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return log_probability(logits, tokens[:, 1:].reshape(-1))[None], (values - total)[None], ids[None]
 

@@ -181,6 +181,11 @@ class Service:
         asked = requests.asked(fields, prompts, options.settings, most=most, logprobs=logprobs, n_most=options.max_rows)
         if len(prompts) * asked.n > options.max_rows + options.max_queue:
             raise refusal("n", f"{len(prompts) * asked.n} answers: more than the rows and the queue hold")
+        for name in ("logit_bias", "stop_token_ids"):
+            try:
+                llm.runner.check_ids(getattr(asked.settings, name))
+            except ValueError as e:
+                raise refusal(name, f"{name}: {e}") from e
         context = llm.params.config.max_seq_len
         for given in prompts:
             requests.check_length(given.ids, context, asked.most)

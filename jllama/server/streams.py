@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from jllama.server import sse
 from jllama.server.answers import Answers
-from jllama.server.errors import from_fault
+from jllama.server.errors import FAULTS, from_fault
 from jllama.server.jobs import Finished, Piece
 from jllama.server.scoring import PromptScores
 from jllama.server.service import Running
@@ -60,7 +60,7 @@ async def events(running: Running, answers: Answers, scores: Sequence[PromptScor
             if chunks:
                 yield b"".join(sse.event(answers.chunk(chunk)) for chunk in chunks)
     except Exception as e:
-        LOG.error("%s failed: %r", answers.id, e)
+        LOG.error("%s failed: %s", answers.id, e, exc_info=None if isinstance(e, FAULTS) else e)
         yield sse.event(from_fault(e).envelope)
         return
     if (last := answers.last()) is not None:

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jllama.errors import shown
-from jllama.server.errors import unavailable
+from jllama.server.errors import ApiError, from_fault, unavailable
 from jllama.server.metrics import Metrics
 
+LOG = logging.getLogger("jllama.server")
 ACCESS = logging.getLogger("jllama.access")
 DETAILS = "jllama.details"  # in a scope: what the log line says beside the status, a function
 _MOST_REQUESTS = 1024  # at once: files are what a process has few of
@@ -36,7 +37,7 @@ class Watch:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), 500
+        began, status = time.monotonic(), 0
         number = f"req-{secrets.token_hex(8)}"
 
         async def sending(message: Message) -> None:
@@ -51,10 +52,15 @@ class Watch:
         self._active += 1
         try:
             if self._active > _MOST_REQUESTS and scope["path"] not in _ALWAYS:
-                fault = unavailable("too many requests at once", "overloaded")
-                await JSONResponse(fault.envelope, fault.status, fault.headers)(scope, receive, sending)
+                await _answer(unavailable("too many requests at once", "overloaded"), scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
+        except Exception as e:
+            # Uvicorn would close the connection, whether or not its client knows.
+            LOG.error("%s failed", number, exc_info=e)
+            if status:
+                raise
+            await _answer(from_fault(e), scope, receive, sending)
         finally:
             self._active -= 1
             self._note(scope, status, time.monotonic() - began, number)
@@ -71,3 +77,7 @@ class Watch:
         level = logging.DEBUG if path in _ALWAYS else logging.INFO
         words = (client, scope["method"], shown(path), status, seconds, details() or number, agent)
         ACCESS.log(level, '%s "%s %s" %d total=%.3f %s "%s"', *words)
+
+
+async def _answer(fault: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(fault.envelope, fault.status, fault.headers)(scope, receive, send)
