@@ -39,7 +39,9 @@ def small_arrays() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "_MIN_SLOTS", 32)
         patch.setattr(pages, "_PAGE", 8)
-        patch.setattr(pages, "_WIDTHS", (16, 32))
+        patch.setattr(pages, "_NARROW", 16)
+        patch.setattr(pages, "WIDEST", 32)
+        patch.setattr(engines, "WIDEST", 32)
         yield
 
 
