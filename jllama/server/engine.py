@@ -31,7 +31,7 @@ from jllama.server.jobs import (
     Timings,
 )
 from jllama.server.memory import available
-from jllama.server.pages import WIDEST, PagedPool
+from jllama.server.pages import PagedPool
 from jllama.server.store import Store
 from jllama.server.task import Task
 from jllama.settings import Settings
@@ -252,11 +252,11 @@ class Engine:
         return any(n > known and 2 * n >= len(other.job.ids) for n, other in common)
 
     def _read(self) -> None:
-        """Read a block of the prompt whose turn it is, or narrow ones of several that are as wide together."""
-        began, left = time.perf_counter(), WIDEST
-        while self._reading and left > 0:
+        """Read a block of the prompt whose turn it is, or narrow ones of several that are no wider together."""
+        began, left = time.perf_counter(), 1.0
+        while self._reading and self._reading[0].reading.share <= left:
             task = self._reading.popleft()
-            left -= task.reading.width
+            left -= task.reading.share
             if not task.reading.advance():
                 self._reading.append(task)
                 continue
