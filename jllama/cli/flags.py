@@ -11,9 +11,9 @@ from jllama.settings import Settings
 
 FLAGS = flags.FLAGS
 DTYPES = ("float32", "bfloat16", "int8")  # as in jllama.checkpoint, which takes a second to import
-_ALL = "run chat perplexity bench plan convert"
+_ALL = "run chat serve perplexity bench plan convert"
 _ANY = f"{_ALL} pull list rm"
-_TEXT = "run chat perplexity"
+_TEXT = "run chat serve perplexity"
 
 
 class Flag(NamedTuple):
@@ -23,13 +23,33 @@ class Flag(NamedTuple):
     commands: str
 
 
+class _Biases(flags.ArgumentParser[tuple[int, float]]):
+    """Reads `ID:BIAS`."""
+
+    syntactic_help = "ID:BIAS"
+
+    def parse(self, argument: str) -> tuple[int, float]:
+        """Return the id and the bias."""
+        name, _, bias = argument.partition(":")
+        try:
+            return int(name), float(bias)
+        except ValueError:
+            raise ValueError("expected a token's id and a number, ID:BIAS") from None
+
+
 def _setting(field: dataclasses.Field[Any]) -> flags.FlagHolder[Any]:
     """Define the flag of a setting by what its field says of it."""
     about = field.metadata["about"]
-    if about.kind is str:
-        return flags.DEFINE_multi_string(field.name, [], f"{about.help}; may be repeated")
-    define: Any = flags.DEFINE_integer if about.kind is int else flags.DEFINE_float
-    holder: flags.FlagHolder[Any] = define(field.name, field.default, about.help)
+    holder: flags.FlagHolder[Any]
+    if about.several is not None:
+        parser = (
+            _Biases() if about.several is dict else {str: flags.ArgumentParser, int: flags.IntegerParser}[about.kind]()
+        )
+        serializer = flags.ArgumentSerializer[Any]()
+        holder = flags.DEFINE_multi(parser, serializer, field.name, [], f"{about.help}; may be repeated")
+        return holder
+    define: Any = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}[about.kind]
+    holder = define(field.name, field.default, about.help)
     return holder
 
 
@@ -110,6 +130,10 @@ GROUPS: dict[str, list[Flag]] = {
         Flag(flags.DEFINE_string("system_prompt", "", "the system message"), "chat"),
         Flag(flags.DEFINE_integer("batch_size", 8, "prompts processed together"), "run plan"),
         Flag(
+            flags.DEFINE_integer("n", 1, "answers to each prompt, as JSON lines, with the seeds seed, seed + 1, ..."),
+            "run",
+        ),
+        Flag(
             flags.DEFINE_bool("echo", True, "print a single prompt before its continuation; --noecho doesn't"),
             "run",
         ),
@@ -123,7 +147,34 @@ GROUPS: dict[str, list[Flag]] = {
             "run",
         ),
     ],
-    "Sampling": [Flag(_setting(field), "run chat") for field in dataclasses.fields(Settings)],
+    "Sampling": [Flag(_setting(field), "run chat serve") for field in dataclasses.fields(Settings)],
+    "Server": [
+        Flag(flag, "serve")
+        for flag in (
+            flags.DEFINE_string("host", "127.0.0.1", "the address to listen at; 0.0.0.0: all that this machine has"),
+            flags.DEFINE_integer("port", 8080, "the port; 0: any that is free", lower_bound=0, upper_bound=65535),
+            flags.DEFINE_string(
+                "api_key_file",
+                None,
+                "a file of keys, one a line, any of which opens the server; or set JLLAMA_API_KEY; unset: it is open",
+            ),
+            flags.DEFINE_integer("max_rows", 8, "answers generated together", lower_bound=1, upper_bound=1024),
+            flags.DEFINE_integer("max_queue", 64, "prompts that may wait; more are refused at once", lower_bound=0),
+            flags.DEFINE_integer(
+                "prefix_cache",
+                2**30,
+                "bytes of cache kept of earlier prompts, for those that begin alike; 0: none",
+                lower_bound=0,
+            ),
+            flags.DEFINE_multi_string(
+                "cors_origin", [], "a page elsewhere that may ask, as https://example.org; may be repeated; *: any"
+            ),
+            flags.DEFINE_bool("strict_model", False, "refuse requests for a model of another name"),
+            flags.DEFINE_float(
+                "grace", 30.0, "seconds that answers get to end after Ctrl-C or SIGTERM", lower_bound=0.0
+            ),
+        )
+    ],
     "Devices": [
         Flag(
             flags.DEFINE_string(
@@ -184,7 +235,7 @@ GROUPS: dict[str, list[Flag]] = {
             flags.DEFINE_enum(
                 "mode",
                 "generate",
-                ["generate", "chat", "perplexity", "bench", "plan"],
+                ["generate", "chat", "serve", "perplexity", "bench", "plan"],
                 "the command, for those who prefer flags: generate is run",
             ),
             "",
