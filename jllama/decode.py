@@ -32,6 +32,7 @@ class Stop(NamedTuple):
     ids: jax.Array  # int32 [E]: a generated token that is one of these is a row's last; pad with -1
     length: jax.Array  # int32 [B]: the number of tokens, prompt included, at which a row is full
     banned: jax.Array | None = None  # bool [V]: tokens that are never drawn, such as a vocabulary's padding
+    allowed: jax.Array | None = None  # uint32 [B, ceil(V / 32)]: what each row's next token may be, a bit an id
 
 
 def start(params: Params, tokens: jax.Array, length: jax.Array, stop: Stop, cache: Cache | None = None) -> State:
@@ -95,7 +96,7 @@ def _extend(state: State, logits: jax.Array, sampling: Sampling, stop: Stop, act
     """Draw the next token of the rows that are `active`, and end those that are complete."""
     if stop.banned is not None:
         logits = jnp.where(stop.banned[None], -jnp.inf, logits)
-    token = sample(logits, sampling, state.tokens, state.pos)
+    token = sample(_within(logits, stop.allowed), sampling, state.tokens, state.pos)
     logprob = log_probability(logits, token)
     pos = state.pos + active.astype(jnp.int32)
     rows = jnp.arange(pos.shape[0], dtype=jnp.int32)
@@ -107,6 +108,15 @@ def _extend(state: State, logits: jax.Array, sampling: Sampling, stop: Stop, act
         pos=pos,
         done=state.done | (active & last),
     )
+
+
+def _within(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """Leave only the tokens that a grammar allows, in the rows that have one."""
+    if allowed is None:
+        return logits
+
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
+    return jnp.where(bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] != 0, logits, -jnp.inf)
 
 
 def generate(params: Params, tokens: jax.Array, length: jax.Array, sampling: Sampling, stop: Stop, slots: int) -> State:

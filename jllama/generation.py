@@ -52,7 +52,8 @@ class Completion:
       text: what follows it, up to a stop string.
       tokens: the generated ids, without the one that ended the text.
       logprobs: the natural log of the model's probability of each of them, before any sampling setting.
-      finish_reason: "stop" (end-of-text token or stop string) or "length" (max_new_tokens, or the context is full).
+      finish_reason: "stop" (end-of-text token, stop string, or the whole of a response_format) or "length"
+        (max_new_tokens, or the context is full).
     """
 
     prompt: str
@@ -101,7 +102,7 @@ class Answer:
                 self.finish_reason = "stop"
                 return
         if self.row.done:
-            self._finish("length")
+            self._finish("stop" if self.row.complete else "length")
 
     def _add(self, text: str) -> bool:
         safe, stopped = self._stops.feed(text)

@@ -17,6 +17,7 @@ from jllama.chat import ChatError, Message, Template, find_template
 from jllama.checkpoint import hub
 from jllama.config import Config, from_toml
 from jllama.generation import Answer, Completion, Prompt
+from jllama.grammar import Grammars
 from jllama.model import Params
 from jllama.pool import Pool
 from jllama.programs import SCORE
@@ -85,7 +86,8 @@ class LLM:
         """
         self.params = params
         self.tokenizer = tokenizer.fit(params.config.vocab_size)
-        self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused)
+        self.grammars = Grammars(self.tokenizer, params.config.vocab_size)
+        self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused, grammars=self.grammars)
         self._template = template
 
     @classmethod
@@ -249,7 +251,7 @@ class LLM:
 
     def _reply(self, messages: Sequence[Message], settings: Settings) -> Answer:
         ids = self.template.render(messages)
-        self.runner.check(ids)
+        self._checked(ids, settings)
         text = messages[-1].get("content") if messages else ""
         return Answer(self.tokenizer, Prompt(text if isinstance(text, str) else "", settings), ids)
 
@@ -277,10 +279,16 @@ class LLM:
         """Turn a prompt into ids, the beginning-of-text token first.
 
         Raises:
-          ValueError: they don't fit the context.
+          ValueError: they don't fit the context, or the text is to have a format that can't be compiled.
         """
         ids = self.tokenizer.prompt_ids(prompt.text) if prompt.ids is None else list(prompt.ids)
+        return self._checked(ids, prompt.settings)
+
+    def _checked(self, ids: list[int], settings: Settings) -> list[int]:
+        """Return the ids of a prompt that can be continued in this way."""
         self.runner.check(ids)
+        if (form := settings.form) is not None:
+            self.grammars.check(form)
         return ids
 
     def score(self, text: str) -> Score:

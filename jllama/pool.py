@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jllama.decode import State, Stop
+from jllama.grammar import GrammarError, Guide
 from jllama.mesh import ROWS
 from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START, STOP
 from jllama.runner import Runner, block_width, cache_slots, power_of_two
@@ -32,6 +33,7 @@ class Row:
       taken: how many of its tokens were handed out, prompt included.
       done: whether no more will be generated.
       place: its row in the state, None before its prompt is read and after it has left.
+      guide: what its text must be like, None for anything; it follows the row's tokens.
     """
 
     ids: list[int]
@@ -41,6 +43,23 @@ class Row:
     taken: int
     done: bool = False
     place: int | None = None
+    guide: Guide | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether its grammar lets nothing follow."""
+        return self.guide is not None and self.guide.complete
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its grammar can't go on."""
+        return self.guide is not None and bool(self.guide.fault)
+
+    def follow(self, tokens: np.ndarray) -> None:
+        """Tell the guide the row's tokens, of which it knows the first ones."""
+        if self.guide is not None:
+            self.guide.feed(tokens[len(self.ids) + self.guide.count :].tolist())
+        self.done = self.done or self.complete or self.stuck
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,23 +108,25 @@ class Pool:
           kept: what a row has left, for a single prompt; it is used up. Only what its ids lack is read.
 
         Raises:
-          ValueError: a prompt that the model can't read.
+          ValueError: a prompt that the model can't read, or a format that can't be compiled.
         """
         assert 0 < len(prompts) <= self.free
         for ids, _ in prompts:
             self.runner.check(ids)
         context = self.runner.params.config.max_seq_len
+        guides = [self.runner.guide(ids, settings.form) for ids, settings in prompts]
         sampling = self.runner.agree(to_sampling([s for _, s in prompts]))  # random seeds, and so the text
         rows = []
         for i, (ids, settings) in enumerate(prompts):
             mine = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], sampling)
             shard = self._least_used() if kept is None else kept.shard
-            rows.append(Row(ids, mine, min(len(ids) + settings.max_new_tokens, context), shard, len(ids)))
+            limit = min(len(ids) + settings.max_new_tokens, context)
+            rows.append(Row(ids, mine, limit, shard, len(ids), guide=guides[i]))
             self._reading.append(rows[-1])
         return Reading(self, rows, kept)
 
     def advance(self, steps: int) -> None:
-        """Generate up to `steps` tokens in each row that isn't done."""
+        """Generate up to `steps` tokens in each row that isn't done; one, where a row has a guide."""
         steps = int(self.runner.agree(np.int32(steps)))
         live = [i for i, row in enumerate(self._places) if row is not None and not row.done]
         if not live:
@@ -117,13 +138,17 @@ class Pool:
                 self._regroup(self._local, self._slots_for(slots + 1))
             if self._arguments is None:
                 self._arguments = self._put_arguments(self._places)
-            done = np.array([row is None or row.done for row in self._places])
+            sampling, stop = self._arguments
+            if guides := _guides(self._places):
+                allowed = self.runner.put(self.runner.masks(guides, len(self._places)), ROWS)
+                stop, steps = stop._replace(allowed=allowed), 1
+            done = np.array([row is None or row.done or row.stuck for row in self._places])
             # A place that is free costs least at its beginning.
             pos = np.where([row is None for row in self._places], 0, self._pos)
             done, pos = self.runner.put((done, pos.astype(np.int32)), ROWS)
             assert self._state is not None
             state = self._state._replace(done=done, pos=pos)
-            self._fetch(self.runner.call(DECODE, state, *self._arguments, np.int32(steps)))
+            self._fetch(self.runner.call(DECODE, state, sampling, stop, np.int32(steps)))
         self.runner.timings.decode_tokens += int(self._pos[live].sum() - before)
 
     def take(self, row: Row) -> tuple[list[int], list[float]]:
@@ -131,8 +156,11 @@ class Pool:
 
         Raises:
           FloatingPointError: the model's logits were not finite.
+          GrammarError: the row's grammar can't go on.
         """
         assert row.place is not None
+        if row.guide is not None and row.guide.fault:
+            raise GrammarError(f"the grammar stops after {row.guide.count} tokens: {row.guide.fault}")
         new = slice(row.taken, int(self._pos[row.place]) + 1)
         logprobs = self._logprobs[row.place, new]
         if not np.isfinite(logprobs).all():
@@ -228,6 +256,7 @@ class Pool:
         for place, row in enumerate(self._places):
             if row is not None:
                 row.place, row.done = place, row.done or bool(done[place])
+                row.follow(self._tokens[place, : self._pos[place] + 1])
 
     def _put_arguments(self, rows: Sequence[Row | None]) -> tuple[Sampling, Stop]:
         """Lay out what the programs want to know of rows; a place without one is full from the start."""
@@ -235,7 +264,8 @@ class Pool:
         settings = [(row or anyone).sampling for row in rows]
         sampling = jax.tree.map(lambda *leaves: np.stack(leaves), *settings)
         limits = np.array([1 if row is None else row.limit for row in rows], np.int32)
-        stop = Stop(self._stop_ids, limits, self.runner.banned)  # type: ignore[arg-type]
+        allowed = self.runner.masks(_guides(rows), len(rows))
+        stop = Stop(self._stop_ids, limits, self.runner.banned, allowed)  # type: ignore[arg-type]
         return self.runner.put(sampling, SAMPLING), self.runner.put(stop, STOP)
 
     def _least_used(self) -> int:
@@ -318,6 +348,11 @@ class Reading:
         while not self.advance():
             pass
         return self.rows
+
+
+def _guides(rows: Sequence[Row | None]) -> dict[int, Guide]:
+    """Return the guides of those that go on, by their places."""
+    return {i: row.guide for i, row in enumerate(rows) if row is not None and row.guide is not None and not row.done}
 
 
 def common_prefix(old: Sequence[int], new: Sequence[int]) -> int:

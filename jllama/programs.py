@@ -19,7 +19,7 @@ from jllama.model import Params
 from jllama.sampling import Sampling
 
 # Where the arguments of the rows lie on a mesh.
-STOP = Stop(ids=WHOLE, length=ROWS, banned=WHOLE)
+STOP = Stop(ids=WHOLE, length=ROWS, banned=WHOLE, allowed=ROWS)
 SAMPLING = Sampling(*[ROWS] * len(Sampling._fields))
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from jllama.errors import listed, quoted, shown
+from jllama.response_format import Format, to_format
 
 if TYPE_CHECKING:
     from jllama.sampling import Sampling
@@ -27,12 +28,13 @@ class Overrides(TypedDict, total=False):
     repetition_penalty: float
     seed: int | None
     stop: Sequence[str]
+    response_format: Format | Mapping[str, Any] | None
 
 
 class About(NamedTuple):
     """What there is to know of a setting, in its field's metadata under "about"."""
 
-    kind: type  # int, float or str, of which there are several
+    kind: type  # int, float, Format, or str, of which there are several
     allows: Callable[[Any], bool]  # whether a value of that kind will do
     expected: str  # what to give, for messages
     help: str  # what it does, for people
@@ -99,17 +101,32 @@ class Settings:
         None, -(2**63), 2**64 - 1, "an integer of 64 bits", "same seed, same text; None: a new text every time"
     )
     stop: Sequence[str] = _strings("a list of strings, none of them empty", "end the text before any of these strings")
+    response_format: Format | Mapping[str, Any] | None = dataclasses.field(  # a Format or None, once it is here
+        default=None,
+        metadata={"about": About(Format, bool, "a format", "what the whole text must be like: JSON, or a grammar's")},
+    )
 
     def __post_init__(self) -> None:
         problems = []
         for field in dataclasses.fields(self):
             value, about = getattr(self, field.name), field.metadata["about"]
+            if about.kind is Format:
+                try:
+                    object.__setattr__(self, field.name, to_format(value))
+                except ValueError as e:
+                    problems.append(str(e))
+                continue
             found = _plain(value, about, optional=field.default is None)
             if found is _WRONG:
                 problems.append(f"{field.name} = {quoted(value)}: expected {about.expected}")
             object.__setattr__(self, field.name, found)
         if problems:
             raise ValueError(listed(problems))
+
+    @property
+    def form(self) -> Format | None:
+        """What the whole text must be like."""
+        return to_format(self.response_format)
 
     def override(self, fields: dict[str, Any]) -> Settings:
         """Return these settings with some fields replaced.
