@@ -24,6 +24,9 @@ class Session:
     Attributes:
       conversation: the turns so far.
       dropped: how many of the oldest turns did not fit the context any more when the last question was asked.
+
+    Raises:
+      GrammarError: the answers are to have a format that can't be compiled.
     """
 
     def __init__(self, llm: LLM, template: Template, system: str, settings: Settings) -> None:
@@ -32,6 +35,8 @@ class Session:
         self.conversation = Conversation(template, system)
         self.dropped = 0
         self._kept: Kept | None = None
+        if (form := settings.form) is not None:
+            llm.grammars.check(form)
 
     def reset(self, system: str | None = None) -> None:
         """Forget all turns; with `system`, begin with another system message."""
