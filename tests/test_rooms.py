@@ -15,6 +15,7 @@ ROOMS = {
     "config": {"rope"},
     "kernels": set(),
     "run": {"kernels"},
+    "tools": {"chat", "response_format", "settings"},
     "tensors": {"config"},
     "families": {"config", "rope", "tensors"},
     "weights": {"kernels", "run"},
@@ -49,7 +50,7 @@ ROOMS = {
     "grammar": {"response_format", "tokenizer"},
     "runner": {"grammar", "mesh", "model", "processes", "programs", "response_format"},
     "pool": {"decode", "grammar", "mesh", "programs", "runner", "sampling", "settings"},
-    "generation": {"pool", "runner", "settings", "text", "tokenizer"},
+    "generation": {"pool", "runner", "settings", "text", "tokenizer", "tools"},
     "llm": {
         "chat",
         "checkpoint",
@@ -63,7 +64,7 @@ ROOMS = {
         "programs",
         "run",
     }
-    | {"runner", "settings", "tokenizer"},
+    | {"runner", "settings", "tokenizer", "tools"},
     "prompts": {"generation", "settings"},
     "session": {"chat", "generation", "llm", "pool", "settings"},
     "machine": {"run", "weights"},
