@@ -66,6 +66,7 @@ ROOMS = {
     }
     | {"runner", "settings", "tokenizer", "tools"},
     "prompts": {"generation", "settings"},
+    "ray": {"generation", "llm", "settings"},
     "session": {"chat", "generation", "llm", "pool", "settings"},
     "machine": {"run", "weights"},
     "bench": {"machine", "decode", "model", "programs", "run", "runner", "sampling", "settings", "tensors", "weights"},
