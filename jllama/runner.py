@@ -97,6 +97,11 @@ class Runner:
             return np.full((rows, -(-self.params.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
         return self.grammars.masks(guides, rows)
 
+    @property
+    def programs(self) -> int:
+        """How many programs were compiled or loaded."""
+        return len(self._programs)
+
     def put(self, tree: Any, where: Any) -> Any:
         """Lay host arrays out as `where` says: a tree of specs, or one for all."""
         return mesh.put(self.mesh, tree, where)
