@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Literal
 
 from jllama.errors import quoted
-from jllama.pool import Kept, Pool, Row
+from jllama.pool import Pool
+from jllama.row import Kept, Row
 from jllama.runner import Runner
 from jllama.settings import Settings
 from jllama.text import StopStrings, StreamDecoder

@@ -6,69 +6,19 @@ own row. On a mesh every data shard has as many rows as the others; a row stays 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from jllama.decode import State, Stop
-from jllama.grammar import GrammarError, Guide
+from jllama.grammar import GrammarError
 from jllama.mesh import ROWS
 from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START, STOP
+from jllama.row import Kept, Row, guides
 from jllama.runner import Runner, block_width, cache_slots, power_of_two
 from jllama.sampling import Sampling
 from jllama.settings import Settings, to_sampling
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-    """A prompt and what is generated after it.
-
-    Args:
-      ids: of the prompt.
-      sampling: its settings, arrays of one row.
-      limit: the number of tokens, prompt included, at which it is full.
-      shard: where it is on a mesh.
-      taken: how many of its tokens were handed out, prompt included.
-      done: whether no more will be generated.
-      place: its row in the state, None before its prompt is read and after it has left.
-      guide: what its text must be like, None for anything; it follows the row's tokens.
-    """
-
-    ids: list[int]
-    sampling: Sampling
-    limit: int
-    shard: int
-    taken: int
-    done: bool = False
-    place: int | None = None
-    guide: Guide | None = None
-
-    @property
-    def complete(self) -> bool:
-        """Whether its grammar lets nothing follow."""
-        return self.guide is not None and self.guide.complete
-
-    @property
-    def stuck(self) -> bool:
-        """Whether its grammar can't go on."""
-        return self.guide is not None and bool(self.guide.fault)
-
-    def follow(self, tokens: np.ndarray) -> None:
-        """Tell the guide the row's tokens, of which it knows the first ones."""
-        if self.guide is not None:
-            self.guide.feed(tokens[len(self.ids) + self.guide.count :].tolist())
-        self.done = self.done or self.complete or self.stuck
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """What a row has left behind: a state, in which it is the first row of its shard, and the ids cached there."""
-
-    state: State
-    ids: list[int]
-    shard: int
 
 
 class Pool:
@@ -118,14 +68,14 @@ class Pool:
         for ids, _ in prompts:
             self.runner.check(ids)
         context = self.runner.params.config.max_seq_len
-        guides = [self.runner.guide(ids, settings.form) for ids, settings in prompts]
+        followers = [self.runner.guide(ids, settings.form) for ids, settings in prompts]
         sampling = self.runner.agree(to_sampling([s for _, s in prompts]))  # random seeds, and so the text
         rows = []
         for i, (ids, settings) in enumerate(prompts):
             mine = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], sampling)
             on = self._least_used() if shard is None else shard
             limit = min(len(ids) + settings.max_new_tokens, context)
-            rows.append(Row(ids, mine, limit, on, len(ids), guide=guides[i]))
+            rows.append(Row(ids, mine, limit, on, len(ids), guide=followers[i]))
             self._reading.append(rows[-1])
         return rows
 
@@ -143,8 +93,8 @@ class Pool:
             if self._arguments is None:
                 self._arguments = self._put_arguments(self._places)
             sampling, stop = self._arguments
-            if guides := _guides(self._places):
-                allowed = self.runner.put(self.runner.masks(guides, len(self._places)), ROWS)
+            if followed := guides(self._places):
+                allowed = self.runner.put(self.runner.masks(followed, len(self._places)), ROWS)
                 stop, steps = stop._replace(allowed=allowed), 1
             done = np.array([row is None or row.done or row.stuck for row in self._places])
             # A place that is free costs least at its beginning.
@@ -268,7 +218,7 @@ class Pool:
         settings = [(row or anyone).sampling for row in rows]
         sampling = jax.tree.map(lambda *leaves: np.stack(leaves), *settings)
         limits = np.array([1 if row is None else row.limit for row in rows], np.int32)
-        allowed = self.runner.masks(_guides(rows), len(rows))
+        allowed = self.runner.masks(guides(rows), len(rows))
         stop = Stop(self._stop_ids, limits, self.runner.banned, allowed)  # type: ignore[arg-type]
         return self.runner.put(sampling, SAMPLING), self.runner.put(stop, STOP)
 
@@ -352,11 +302,6 @@ class Reading:
         while not self.advance():
             pass
         return self.rows
-
-
-def _guides(rows: Sequence[Row | None]) -> dict[int, Guide]:
-    """Return the guides of those that go on, by their places."""
-    return {i: row.guide for i, row in enumerate(rows) if row is not None and row.guide is not None and not row.done}
 
 
 def common_prefix(old: list[int], new: list[int]) -> int:

@@ -8,7 +8,8 @@ from jllama import generation
 from jllama.chat import Conversation, Template
 from jllama.generation import Answer, Completion, Prompt
 from jllama.llm import LLM
-from jllama.pool import Kept, Pool
+from jllama.pool import Pool
+from jllama.row import Kept
 from jllama.settings import Settings
 
 
