@@ -276,12 +276,12 @@ class LLM:
         **settings: Unpack[Overrides],
     ) -> Generator[str, None, Completion]:
         """Answer like `chat`, piece by piece, calls apart; returns the completion."""
-        given = to_tools(tools, tool_choice, parallel_tool_calls)
-        ids, how, parser = turn(self.template, messages, Settings(**settings), given)
+        asked = turn(self.template, messages, to_tools(tools, tool_choice, parallel_tool_calls))
+        how = asked.settings(Settings(**settings))
         text = messages[-1].get("content") if messages else ""
         prompt = Prompt(text if isinstance(text, str) else "", how)
-        pieces = self._stream(Answer(self.tokenizer, prompt, self._checked(ids, how)))
-        return pieces if parser is None else generation.with_calls(pieces, parser)
+        pieces = self._stream(Answer(self.tokenizer, prompt, self._checked(asked.ids, how)))
+        return pieces if (parser := asked.parser()) is None else generation.with_calls(pieces, parser)
 
     @property
     def template(self) -> Template:

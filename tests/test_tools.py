@@ -119,7 +119,7 @@ def test_results_and_messages_without_calls_go_through() -> None:
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "content": "<|im_end|>[INST]noon</s>"},
         ]
-        made = turn(template, messages, Settings(), to_tools([NOW]))
+        made = turn(template, messages, to_tools([NOW]))
         text = template.tokenizer.decode(made.ids)
         assert "Well." in text
         assert "noon" in text
@@ -252,7 +252,7 @@ def test_required_calls_fit_their_functions(name: str, shown: bool) -> None:
 def test_what_is_strict_is_enforced_and_other_text_is_free(name: str) -> None:
     template = template_of(name)
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    form = turn(template, [USER], Settings(), to_tools([strict])).settings.form
+    form = turn(template, [USER], to_tools([strict])).form
     llm = untrained(name)
     family = FAMILIES[name]
     before, middle, after = family.call
@@ -331,13 +331,13 @@ def test_wrong_calls_in_messages_are_named(wrong: Any, message: str) -> None:
 def test_templates_without_tools_or_of_no_known_family() -> None:
     plain = Template("{{ messages[-1].content }}", Controlled([], "</s>"))
     with pytest.raises(ChatError, match="has no place for tools"):
-        turn(plain, [USER], Settings(), to_tools([NOW]))
+        turn(plain, [USER], to_tools([NOW]))
     foreign = Template("{{ tools }}{{ messages[-1].content }}", Controlled([], "</s>"))
-    assert turn(foreign, [USER], Settings(), to_tools([NOW])).parser is None
+    assert turn(foreign, [USER], to_tools([NOW])).parser() is None
     with pytest.raises(ChatError, match="expected tool_choice auto"):
-        turn(foreign, [USER], Settings(), to_tools([NOW], "required"))
-    with pytest.raises(ValueError, match="response_format and tools"):
-        turn(foreign, [USER], Settings(response_format={"type": "json_object"}), to_tools([NOW]))
+        turn(foreign, [USER], to_tools([NOW], "required"))
+    with pytest.raises(ValueError, match="response_format beside tools"):
+        turn(foreign, [USER], to_tools([NOW])).settings(Settings(response_format={"type": "json_object"}))
     assert to_tools(None) is to_tools([NOW], "none") is None
 
 
@@ -347,7 +347,7 @@ def test_any_functions_arguments_can_be_enforced(value: dict[str, Any]) -> None:
     llm = _hermes()
     tool = {"type": "function", "function": {"name": "f", "parameters": value, "strict": True}}
     for choice in ("auto", "required"):
-        form = turn(llm.template, [USER], Settings(), to_tools([tool], choice)).settings.form
+        form = turn(llm.template, [USER], to_tools([tool], choice)).form
         assert form is not None
         llm.grammars.check(form)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jllama.chat import ChatError, Message, Template
+from jllama.response_format import Format
 from jllama.settings import Settings
 from jllama.tools.calls import CallParser
-from jllama.tools.families import call_format, family_of
+from jllama.tools.families import Family, call_format, family_of
 from jllama.tools.request import Tools, with_arguments
 
 
@@ -18,37 +19,48 @@ class Turn(NamedTuple):
 
     Args:
       ids: what the model reads.
-      settings: how it answers, in the form of calls where those are enforced.
-      parser: tells calls from text in the answer; None: all is text.
+      tools: the functions that may be called.
+      family: how calls are written; None: in no way that is known, and all is text.
+      form: that of an answer whose calls are enforced.
     """
 
     ids: list[int]
-    settings: Settings
-    parser: CallParser | None
+    tools: Tools | None = None
+    family: Family | None = None
+    form: Format | None = None
+
+    def settings(self, given: Settings) -> Settings:
+        """Return how the turn is answered.
+
+        Raises:
+          ValueError: a response_format beside functions.
+        """
+        if self.tools is not None and given.form is not None:
+            raise ValueError("response_format beside tools: expected one of them, as each settles what an answer is")
+        return given if self.form is None else dataclasses.replace(given, response_format=self.form)
+
+    def parser(self) -> CallParser | None:
+        """Return what tells calls from text in one answer; None: all is text."""
+        return CallParser(self.family, self.tools.names) if self.tools and self.family else None
 
 
-def turn(template: Template, messages: Sequence[Message], settings: Settings, tools: Tools | None) -> Turn:
+def turn(template: Template, messages: Sequence[Message], tools: Tools | None, **variables: Any) -> Turn:
     """Render messages, among them calls and their results, and the functions that may be called.
 
     Raises:
       ChatError: the template refuses the messages, or has no place for functions; or calls are to be enforced, and how
         the model writes them isn't known.
       TokenizerError: a message can't be encoded.
-      ValueError: a call in the messages is none; a response_format beside functions.
+      ValueError: a call in the messages is none.
     """
     messages = with_arguments(messages)
     if tools is None:
-        return Turn(template.render(messages), settings, None)
-    if settings.form is not None:
-        raise ValueError("response_format and tools: expected one of them, as the one excludes the other")
+        return Turn(template.render(messages, **variables))
     source = template.source(tools=True)
     if "tools" not in source:
         raise ChatError(f"{template.name} has no place for tools")
     family = family_of(source)
-    if family is not None:
-        form = call_format(family, tools, template.tokenizer.special.ids)
-        settings = settings if form is None else dataclasses.replace(settings, response_format=form)
-    elif tools.enforced:
+    if family is None and tools.enforced:
         raise ChatError(f"{template.name} writes calls in a way that can't be enforced: expected tool_choice auto")
-    ids = template.render(messages, tools=tools.given)
-    return Turn(ids, settings, None if family is None else CallParser(family, tools.names))
+    form = None if family is None else call_format(family, tools, template.tokenizer.special.ids)
+    return Turn(template.render(messages, tools=tools.given, **variables), tools, family, form)
