@@ -52,42 +52,21 @@ ROOMS = {
     "row": {"decode", "grammar", "sampling"},
     "pool": {"decode", "grammar", "mesh", "programs", "row", "runner", "sampling", "settings"},
     "generation": {"pool", "row", "runner", "settings", "text", "tokenizer", "tools"},
-    "llm": {
-        "chat",
-        "checkpoint",
-        "config",
-        "generation",
-        "gguf_file",
-        "grammar",
-        "mesh",
-        "model",
-        "pool",
-        "programs",
-        "run",
-    }
-    | {"runner", "settings", "tokenizer", "tools"},
+    "llm": {"chat", "checkpoint", "config", "generation", "gguf_file", "grammar", "mesh", "model", "pool", "programs"}
+    | {"run", "runner", "settings", "tokenizer", "tools"},
     "prompts": {"generation", "settings"},
     "ray": {"generation", "llm", "settings"},
     "session": {"chat", "generation", "llm", "pool", "row", "settings"},
-    "server": {"decode", "generation", "llm", "mesh", "model", "pool", "programs", "row", "runner", "settings"},
+    "server": {"chat", "decode", "generation", "llm", "mesh", "model", "pool", "programs", "response_format", "row"}
+    | {"runner", "sampling", "settings", "tokenizer", "tools"},
     "machine": {"run", "weights"},
     "bench": {"machine", "decode", "model", "programs", "run", "runner", "sampling", "settings", "tensors", "weights"},
     "report": {"bench"},
     "results": {"prompts"},
     "plan": {"checkpoint", "mesh", "model", "run", "runner"},
     "cli": {"bench", "chat", "checkpoint", "config", "errors", "generation", "kernels", "llm", "mesh", "model"}
-    | {
-        "plan",
-        "processes",
-        "prompts",
-        "report",
-        "results",
-        "response_format",
-        "run",
-        "session",
-        "settings",
-        "tokenizer",
-    },
+    | {"plan", "processes", "prompts", "report", "response_format", "results", "run", "server", "session", "settings"}
+    | {"tokenizer"},
     "__init__": {"checkpoint", "generation", "llm", "response_format", "session", "settings", "tokenizer"},
     "__main__": {"cli"},
 }
