@@ -57,7 +57,7 @@ ROOMS = {
     "prompts": {"generation", "settings"},
     "ray": {"generation", "llm", "settings"},
     "session": {"chat", "generation", "llm", "pool", "row", "settings"},
-    "server": {"chat", "decode", "generation", "llm", "mesh", "model", "pool", "programs", "response_format", "row"}
+    "server": {"chat", "decode", "generation", "grammar", "llm", "mesh", "model", "pool", "programs", "row"}
     | {"runner", "sampling", "settings", "tokenizer", "tools"},
     "machine": {"run", "weights"},
     "bench": {"machine", "decode", "model", "programs", "run", "runner", "sampling", "settings", "tensors", "weights"},

@@ -3,7 +3,7 @@
 from jllama.tools.calls import CallParser, Found, ToolCall, finish_reason, parse
 from jllama.tools.families import FAMILIES, Family, call_format, family_of
 from jllama.tools.request import Tools, to_tools, with_arguments
-from jllama.tools.turn import Turn, turn
+from jllama.tools.turn import ToolsError, Turn, turn
 
 __all__ = [
     "FAMILIES",
@@ -12,6 +12,7 @@ __all__ = [
     "Found",
     "ToolCall",
     "Tools",
+    "ToolsError",
     "Turn",
     "call_format",
     "family_of",

@@ -73,6 +73,11 @@ class CallParser:
         self._held = ""
         return Found(text + rest, calls)
 
+    def whole(self, text: str, *, whole: bool = True) -> Found:
+        """Return what is in an answer that is there at once."""
+        first, last = self.feed(text), self.flush(whole=whole)
+        return Found(first.text + last.text, first.calls + last.calls)
+
     def _go_on(self, *, final: bool) -> Found:
         calls = list[ToolCall]()
         while (at := self._find() if self._at is None else self._at) is not None:
@@ -121,9 +126,7 @@ class CallParser:
 
 def parse(family: Family, names: Collection[str], text: str, *, whole: bool = True) -> Found:
     """Tell the calls of an answer from its text; `whole` unless it was cut by a limit."""
-    parser = CallParser(family, names)
-    first, last = parser.feed(text), parser.flush(whole=whole)
-    return Found(first.text + last.text, first.calls + last.calls)
+    return CallParser(family, names).whole(text, whole=whole)
 
 
 def finish_reason(reason: Reason, calls: Collection[ToolCall]) -> Reason:

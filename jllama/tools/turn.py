@@ -14,6 +14,10 @@ from jllama.tools.families import Family, call_format, family_of
 from jllama.tools.request import Tools, with_arguments
 
 
+class ToolsError(ChatError):
+    """Functions that the template, or what is known of how its model writes calls, has no way for."""
+
+
 class Turn(NamedTuple):
     """What is to be answered.
 
@@ -48,8 +52,9 @@ def turn(template: Template, messages: Sequence[Message], tools: Tools | None, *
     """Render messages, among them calls and their results, and the functions that may be called.
 
     Raises:
-      ChatError: the template refuses the messages, or has no place for functions; or calls are to be enforced, and how
-        the model writes them isn't known.
+      ToolsError: the template has no place for functions; or calls are to be enforced, and how the model writes them
+        isn't known.
+      ChatError: the template refuses the messages.
       TokenizerError: a message can't be encoded.
       ValueError: a call in the messages is none.
     """
@@ -58,9 +63,9 @@ def turn(template: Template, messages: Sequence[Message], tools: Tools | None, *
         return Turn(template.render(messages, **variables))
     source = template.source(tools=True)
     if "tools" not in source:
-        raise ChatError(f"{template.name} has no place for tools")
+        raise ToolsError(f"{template.name} has no place for tools")
     family = family_of(source)
     if family is None and tools.enforced:
-        raise ChatError(f"{template.name} writes calls in a way that can't be enforced: expected tool_choice auto")
+        raise ToolsError(f"{template.name} writes calls in a way that can't be enforced: expected tool_choice auto")
     form = None if family is None else call_format(family, tools, template.tokenizer.special.ids)
     return Turn(template.render(messages, tools=tools.given, **variables), tools, family, form)
