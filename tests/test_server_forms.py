@@ -74,7 +74,10 @@ def schema(value: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value, "strict": True}}
 
 
-def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
+def test_an_answer_fits_its_schema(client: openai.OpenAI, server: Served) -> None:
+    engine = server.service.engine
+    assert engine is not None
+    programs = engine.status.programs
     asked: dict[str, Any] = {"model": "tiny", "messages": ASK, "temperature": 0, "max_tokens": 100}
     answer = client.chat.completions.create(**asked, response_format=schema(PERSON)).choices[0]
     assert answer.finish_reason == "stop"
@@ -86,6 +89,7 @@ def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
     cut = client.chat.completions.create(**(asked | {"max_tokens": 5}), response_format=schema(PERSON)).choices[0]
     assert cut.finish_reason == "length"
     assert (answer.message.content or "").startswith(cut.message.content or "")
+    assert engine.status.programs == programs  # nothing was compiled
 
 
 def test_the_clients_own_parser_reads_it(client: openai.OpenAI) -> None:

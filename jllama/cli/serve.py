@@ -32,7 +32,9 @@ def main() -> None:
     except ModuleNotFoundError as e:
         if (e.name or "").startswith("jllama"):
             raise
-        raise ValueError(f"serve needs the Python package {e.name}: pip install 'jllama[serve]'") from e
+        raise ValueError(
+            f"serve needs the Python package {(e.name or '').partition('.')[0]}: pip install 'jllama[serve]'"
+        ) from e
     if FLAGS.coordinator:
         raise ValueError("serve runs in one process: expected no --coordinator")
     check_source()

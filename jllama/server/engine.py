@@ -16,7 +16,6 @@ from collections.abc import Callable
 from jllama.generation import Answer, Prompt
 from jllama.llm import LLM
 from jllama.pool import common_prefix
-from jllama.runner import cache_slots
 from jllama.server.jobs import (
     Dead,
     Draining,
@@ -193,6 +192,8 @@ class Engine:
             self._store.clear()
             for task in (*self._reading, *self._running):
                 self._pool.end(task.row)
+            self._reading.clear()
+            self._running.clear()
             self._note()
 
     def _wait(self) -> bool:
@@ -222,7 +223,7 @@ class Engine:
         for task in waiting:
             if len(self._reading) >= _READERS or not self._pool.free:
                 return
-            if self._bytes([*self._reading, *self._running, task]) > self._memory:
+            if not self._fits(task):
                 return  # and nobody overtakes it
             known = self._store.find(task.job.ids, task.job.salt)
             if self._is_being_read(task, 0 if known is None else common_prefix(known.ids, task.job.ids)):
@@ -330,6 +331,8 @@ class Engine:
             self._store.add(task.known, task.job.salt)
 
     def _emit(self, task: Task, event: Event) -> None:
+        if task.cancelled:
+            return
         try:
             task.job.emit(event)
         except Exception:  # nobody listens any more
@@ -374,13 +377,20 @@ class Engine:
             status.running = len(self._running)
             status.waiting = len(self._tasks) - len(self._running)
 
+    def _fits(self, task: Task) -> bool:
+        """Whether there is memory for a task beside the others, up to the end of all."""
+        tasks, slots = [*self._reading, *self._running, task], self._pool.shape[1]
+        if slots and self._bytes(tasks, slots) > self._memory:
+            self._pool.shrink()  # longer rows have gone
+            slots = self._pool.shape[1]
+        return self._bytes(tasks, slots) <= self._memory
+
     def _slots(self, job: Job) -> int:
         context = self._llm.params.config.max_seq_len
-        return cache_slots(min(len(job.ids) + job.settings.max_new_tokens, context) + 1, context)
+        return self._pool.slots_for(min(len(job.ids) + job.settings.max_new_tokens, context) + 1)
 
-    def _bytes(self, tasks: list[Task]) -> int:
-        """Return what these tasks take at most together, while a state is copied to one of twice its size."""
-        slots = max(task.slots for task in tasks)
-        rows = self._pool.local_rows(len(tasks))
-        tokens: int = rows * slots * 3 // 2 + sum(task.slots for task in tasks[:_READERS])
-        return tokens * self._pool.token_bytes
+    def _bytes(self, tasks: list[Task], slots: int = 0) -> int:
+        """Return what tasks take at most together, in a state of `slots` or more that may be copied to a larger one."""
+        rows, slots = self._pool.local_rows(len(tasks)), max(slots, *(task.slots for task in tasks))
+        reading = sum(task.slots for task in tasks[:_READERS])
+        return (rows * slots + rows * slots // 2 + reading) * self._pool.token_bytes

@@ -20,12 +20,13 @@ from jllama.model import Cache, init_cache
 from jllama.pool import Pool, common_prefix
 from jllama.programs import CUT, PASTE, READ_PROMPT, START
 from jllama.row import Row
-from jllama.runner import Runner, block_width, cache_slots, power_of_two
+from jllama.runner import Runner, block_width, cache_slots
 from jllama.settings import Settings
 
 _PAGE = 64  # slots
-_WIDEST = 128  # tokens of a block: others wait while it is read
-_NARROWEST = 16
+_WIDTHS = (32, 128)  # tokens of a block: others wait while a wide one is read, the narrow ones read what is left over
+_MIN_SLOTS = 512
+_GROWTH = 4  # of rows and of slots: programs take long to compile, and a row or a slot that is not used costs little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,9 @@ class PagedPool(Pool):
             )
         config = runner.params.config
         self._last_slots = cache_slots(config.max_seq_len, config.max_seq_len)
-        self._page = min(_PAGE, self._slots_for(1))
+        self._slots = _ladder(_MIN_SLOTS, self._last_slots)
+        self._rows = _ladder(self._least, max(most, self._least))
+        self._page = min(_PAGE, self._slots[0])
         cache = jax.eval_shape(lambda: init_cache(runner.params, 1, self._page))
         self.token_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) // self._page
 
@@ -69,6 +72,10 @@ class PagedPool(Pool):
     def shape(self) -> tuple[int, int]:
         """How many rows and slots there are."""
         return (0, 0) if self._state is None else (self._local, self._tokens.shape[1])
+
+    def local_rows(self, count: int) -> int:
+        """Return the rows of a state for `count` rows."""
+        return next(n for n in self._rows if n >= count)
 
     def begin(self, ids: list[int], settings: Settings, known: Pages | None = None) -> PagedReading:
         """Begin to read a prompt; what `known` has of its beginning is copied.
@@ -130,20 +137,31 @@ class PagedPool(Pool):
 
     def warm_up(self, settings: Settings, allowed: int) -> None:
         """Run every program once that can be needed while the states are no larger than `allowed` bytes."""
-        for slots in self._ladder(self._slots_for(1), self._last_slots):
-            for width in self._ladder(_NARROWEST, min(_WIDEST, slots)):
-                length = min(width, self.runner.params.config.max_seq_len - 1)
-                (row,) = self.accept([([0] * length, dataclasses.replace(settings, max_new_tokens=slots))])
+        for slots in self._slots:
+            for width in self.widths(slots):
+                room = min(slots, self.runner.params.config.max_seq_len) - len(self._rows) - 1  # for a step of each
+                prompt = [0] * min(width, room)
+                (row,) = self.accept([(prompt, dataclasses.replace(settings, max_new_tokens=slots))])
                 PagedReading(self, row, None, slots).finish()
-                if width < min(_WIDEST, slots):
+                if width != self.widths(slots)[-1]:
                     self.end(row)
-            for rows in self._ladder(self._least, self.local_rows(self.most)):
+            for rows in self._rows:
                 if rows * slots * self.token_bytes <= allowed or rows == self._least:
                     self._regroup(rows, slots)
-                    self._regroup(rows, slots)  # from this shape too
+                    self._regroup(rows, slots)  # from this size too
                     row.done = False
                     self.advance(1)
             self.end(row)
+
+    def widths(self, slots: int) -> list[int]:
+        """Return the widths of the blocks that a prompt is read in, beside so many slots, the narrowest first."""
+        scores = slots * self.runner.params.config.n_heads // self.runner.parts
+        most = min(slots, block_width(1, _WIDTHS[-1], scores))
+        return sorted({min(width, most) for width in _WIDTHS})
+
+    def slots_for(self, tokens: int) -> int:
+        """Return the slots of a state whose rows have up to `tokens` tokens."""
+        return next((n for n in self._slots if n >= tokens), self._last_slots)
 
     def _regroup(self, local: int, slots: int) -> None:
         """Copy the rows that are here to a state of so many rows and slots."""
@@ -185,12 +203,8 @@ class PagedPool(Pool):
     def _count(self, tokens: int) -> int:
         return -(-tokens // self._page)
 
-    def _ladder(self, low: int, high: int) -> list[int]:
-        """Return the sizes that there are, the doubles of `low` up to `high`."""
-        steps = [low]
-        while steps[-1] < high:
-            steps.append(min(2 * steps[-1], high))
-        return steps
+    def _slots_for(self, tokens: int) -> int:
+        return self.slots_for(tokens)
 
 
 class PagedReading:
@@ -205,12 +219,11 @@ class PagedReading:
         """Begin; `PagedPool.begin` does."""
         self.row = row
         self._pool = pool
-        runner, config = pool.runner, pool.runner.params.config
+        runner = pool.runner
         # The last token is read in any case: its logits are wanted.
         self.cached = 0 if known is None else min(common_prefix(known.ids, row.ids), len(row.ids) - 1)
-        slots = max(slots, cache_slots(len(row.ids) + 1, config.max_seq_len))
-        widest = min(slots, _WIDEST, block_width(1, _WIDEST, slots * config.n_heads // runner.parts))
-        self._blocks = _blocks(self.cached, len(row.ids), widest, slots)
+        slots = max(slots, pool.slots_for(len(row.ids) + 1))
+        self._blocks = _blocks(self.cached, len(row.ids), pool.widths(slots), slots)
         self._known = known
         self._read = self.cached
         self._places = [row, *[None] * (pool.local_rows(1) - 1)]
@@ -251,15 +264,24 @@ class PagedReading:
         return self._pool.cut(self._state, 0, self.row.ids[: self._read], self._known)
 
 
-def _blocks(begin: int, end: int, widest: int, slots: int) -> deque[tuple[int, int]]:
-    """Divide a prompt from `begin` on into blocks: their first tokens, and their widths, of which there are few."""
+def _blocks(begin: int, end: int, widths: list[int], slots: int) -> deque[tuple[int, int]]:
+    """Divide a prompt from `begin` on into blocks: their first tokens and their widths."""
     blocks = deque[tuple[int, int]]()
+    narrow, wide = widths[0], widths[-1]
     while begin < end:
-        width = min(power_of_two(end - begin, _NARROWEST), widest)
+        width = wide if end - begin > wide - narrow else narrow
         # The last block ends with the slots: it begins earlier then, and reads some tokens again.
         blocks.append((min(begin, slots - width), width))
         begin += width
     return blocks
+
+
+def _ladder(low: int, high: int) -> list[int]:
+    """Return the sizes that there are, from `low` up to `high`."""
+    steps = [min(low, high)]
+    while steps[-1] < high:
+        steps.append(min(_GROWTH * steps[-1], high))
+    return steps
 
 
 def _fit(leaf: np.ndarray, slots: int) -> np.ndarray:

@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
         def end() -> None:
             self.should_exit = True
 
-        timer = threading.Timer(_DEAD_SECONDS, end)
+        timer = threading.Timer(_DEAD_SECONDS if self._service.engine else 0, end)
         timer.daemon = True
         timer.start()
 
