@@ -41,10 +41,11 @@ class Guide:
       count: how many tokens came.
     """
 
-    def __init__(self, matcher: Any, barred: np.ndarray | None) -> None:
-        """Begin before the first token, which can't be one that is `barred`, packed like a mask."""
+    def __init__(self, matcher: Any, barred: np.ndarray | None, ends: np.ndarray | None) -> None:
+        """Begin before the first token, which can't be one that is `barred`, nor any one of `ends`; both are masks."""
         self._matcher = matcher
         self._barred = barred
+        self._ends = ends
         self.complete = False
         self.fault = ""
         self.count = 0
@@ -61,10 +62,12 @@ class Guide:
     def bar(self, mask: np.ndarray) -> None:
         """Take out of a mask `[W]` what its row can't have, and see whether anything is left."""
         self._look()
-        if self._barred is not None:
-            mask &= ~self._barred
+        for barred in (self._barred, self._ends):
+            if barred is not None:
+                mask &= ~barred
         if not self.fault and not mask.any():
-            self.fault = "no token of the vocabulary can come next"
+            self.complete = bool(self._matcher.is_accepting())
+            self.fault = "" if self.complete else "no token of the vocabulary can come next"
 
     def _look(self) -> None:
         if self._matcher.is_error():
@@ -94,8 +97,8 @@ class Grammars:
         if guide.fault:
             raise GrammarError(f"{form.kind}: {guide.fault}")
 
-    def guide(self, form: Format, prompt: Iterable[int]) -> Guide:
-        """Return the guide of a row after the ids of its prompt.
+    def guide(self, form: Format, prompt: Iterable[int], *, ends: bool = True) -> Guide:
+        """Return the guide of a row after the ids of its prompt; without `ends` it goes on for as long as it can.
 
         Raises:
           GrammarError: the format can't be compiled.
@@ -103,7 +106,8 @@ class Grammars:
         first = True
         for token in prompt:
             first = self._tokenizer.first_after(token, first=first)
-        return Guide(self._compile(form).deep_copy(), self._stripped if first else None)
+        matcher = self._compile(form).deep_copy()
+        return Guide(matcher, self._stripped if first else None, None if ends else self._ends)
 
     def masks(self, guides: Mapping[int, Guide], rows: int) -> np.ndarray:
         """Compute which tokens may come next: uint32 `[rows, W]`, bit i % 32 of word i // 32 for id i.
@@ -154,8 +158,16 @@ class Grammars:
         """The tokens that lose a space at the beginning of a text, packed: the grammar knows them with it."""
         pieces = _pieces(self._tokenizer, self._size, first=True)
         inside = _pieces(self._tokenizer, self._size, first=False)
+        return self._packed(i for i, (a, b) in enumerate(zip(pieces, inside, strict=True)) if a != b)
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        """The tokens that end a text, packed."""
+        return self._packed(self._tokenizer.stop_ids)
+
+    def _packed(self, ids: Iterable[int]) -> np.ndarray:
         bits = np.zeros(self.words * 32, bool)
-        bits[: self._size] = [a != b for a, b in zip(pieces, inside, strict=True)]
+        bits[list(ids)] = True
         return np.packbits(bits, bitorder="little").view(np.uint32)
 
 

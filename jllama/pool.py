@@ -15,7 +15,7 @@ from jllama.decode import State, Stop
 from jllama.grammar import GrammarError
 from jllama.mesh import ROWS
 from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START, STOP
-from jllama.row import Kept, Row, guides
+from jllama.row import Kept, Row, Taken, guides, stop_ids
 from jllama.runner import Runner, block_width, cache_slots, power_of_two
 from jllama.sampling import Sampling
 from jllama.settings import Settings, to_sampling
@@ -32,7 +32,7 @@ class Pool:
         """Make an empty pool; a token of `stop_ids` ends a row."""
         self.most = most
         self.runner = runner
-        self._stop_ids = np.array(stop_ids, np.int32)
+        self._stop_ids = stop_ids
         # int8 rounds a row alone in another way: where there can be others, a row is never alone.
         self._least = 2 if most > 1 and runner.params.embedding.dtype == "int8" else 1
         self._reading: list[Row] = []
@@ -58,24 +58,28 @@ class Pool:
           kept: what a row has left, for a single prompt; it is used up. Only what its ids lack is read.
 
         Raises:
-          ValueError: a prompt that the model can't read, or a format that can't be compiled.
+          ValueError: a prompt that the model can't read, a format that can't be compiled, or token ids in the settings
+            that the model hasn't.
         """
         return Reading(self, self.accept(prompts, None if kept is None else kept.shard), kept)
 
     def accept(self, prompts: Sequence[tuple[list[int], Settings]], shard: int | None = None) -> list[Row]:
         """Make rows of prompts, which are about to be read, on the least used shard or on `shard`. Raises as `join`."""
         assert 0 < len(prompts) <= self.free
-        for ids, _ in prompts:
+        for ids, settings in prompts:
             self.runner.check(ids)
+            self.runner.check_ids([*settings.logit_bias, *settings.stop_token_ids])
         context = self.runner.params.config.max_seq_len
-        followers = [self.runner.guide(ids, settings.form) for ids, settings in prompts]
-        sampling = self.runner.agree(to_sampling([s for _, s in prompts]))  # random seeds, and so the text
+        followers = [self.runner.guide(ids, settings) for ids, settings in prompts]
+        sampling = self.runner.agree(
+            to_sampling([s for _, s in prompts], [len(ids) for ids, _ in prompts])
+        )  # random seeds
         rows = []
         for i, (ids, settings) in enumerate(prompts):
             mine = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], sampling)
             on = self._least_used() if shard is None else shard
-            limit = min(len(ids) + settings.max_new_tokens, context)
-            rows.append(Row(ids, mine, limit, on, len(ids), guide=followers[i]))
+            limit, ends = min(len(ids) + settings.max_new_tokens, context), settings.ends(self._stop_ids)
+            rows.append(Row(ids, mine, limit, on, len(ids), ends, guide=followers[i]))
             self._reading.append(rows[-1])
         return rows
 
@@ -96,7 +100,7 @@ class Pool:
             if followed := guides(self._places):
                 allowed = self.runner.put(self.runner.masks(followed, len(self._places)), ROWS)
                 stop, steps = stop._replace(allowed=allowed), 1
-            done = np.array([row is None or row.done or row.stuck for row in self._places])
+            done = np.array([row is None or row.done or row.stuck or row.complete for row in self._places])
             # A place that is free costs least at its beginning.
             pos = np.where([row is None for row in self._places], 0, self._pos)
             done, pos = self.runner.put((done, pos.astype(np.int32)), ROWS)
@@ -105,22 +109,34 @@ class Pool:
             self._fetch(self.runner.call(DECODE, state, sampling, stop, np.int32(steps)))
         self.runner.timings.decode_tokens += int(self._pos[live].sum() - before)
 
-    def take(self, row: Row) -> tuple[list[int], list[float]]:
+    def take(self, row: Row) -> Taken:
         """Return the ids generated in a row since the last call, and their log-probabilities.
 
         Raises:
           FloatingPointError: the model's logits were not finite.
           GrammarError: the row's grammar can't go on.
+          ValueError: no token could follow.
         """
         assert row.place is not None
         if row.guide is not None and row.guide.fault:
             raise GrammarError(f"the grammar stops after {row.guide.count} tokens: {row.guide.fault}")
         new = slice(row.taken, int(self._pos[row.place]) + 1)
         logprobs = self._logprobs[row.place, new]
+        if np.isneginf(logprobs).any():
+            raise ValueError(f"no token can follow at position {new.stop - 1}: min_new_tokens or a grammar leaves none")
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(f"non-finite logits at position {new.stop - 2}: the weights hold NaN or infinity")
         row.taken = new.stop
-        return self._tokens[row.place, new].tolist(), logprobs.tolist()
+        return Taken(self._tokens[row.place, new].tolist(), logprobs.tolist(), self._take_likely(row, new))
+
+    def _take_likely(self, row: Row, new: slice) -> list[list[tuple[int, float]]]:
+        count = int(row.sampling.top_logprobs)
+        if not count or self._likely is None:
+            return []
+        ids, logprobs = (leaf[row.place, new, :count].tolist() for leaf in self._likely)
+        return [
+            [(i, x) for i, x in zip(*place, strict=True) if x > -np.inf] for place in zip(ids, logprobs, strict=True)
+        ]
 
     def end(self, row: Row) -> None:
         """Generate no more in a row, or stop reading its prompt; its place is free."""
@@ -137,16 +153,22 @@ class Pool:
         if place is None or state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             self.end(row)
             return None
-        ids = self._tokens[place, : self._pos[place]].tolist()
-        local, least = self._local, self._least
-        self.end(row)
-        if not self.rows and local == least and place % local == 0:
+        if len(self.rows) == 1 and self._local == self._least and place % self._local == 0:
+            kept = Kept(state, self._tokens[place, : self._pos[place]].tolist(), row.shard)
             self._state = None  # handed over as it is
         else:
-            sources = np.zeros(self.runner.shards * least, np.int32)
-            sources[row.shard * least :][:least] = place % local
-            slots = self._slots_for(len(ids) + 1)
-            state = self.runner.call(REGROUP, state, self.runner.put(sources, ROWS), slots=slots)
+            kept = self.copy(row)
+        self.end(row)
+        return kept
+
+    def copy(self, row: Row) -> Kept:
+        """Return what can be used again of a row that goes on."""
+        assert row.place is not None
+        ids = self._tokens[row.place, : self._pos[row.place]].tolist()
+        sources = np.zeros(self.runner.shards * self._least, np.int32)
+        sources[row.shard * self._least :][: self._least] = row.place % self._local
+        slots = self._slots_for(len(ids) + 1)
+        state = self.runner.call(REGROUP, self._state, self.runner.put(sources, ROWS), slots=slots)
         return Kept(state, ids, row.shard)
 
     def shrink(self) -> None:
@@ -206,7 +228,11 @@ class Pool:
 
     def _fetch(self, state: State) -> None:
         self._state = state
-        self._tokens, self._logprobs, self._pos, done = self.runner.get(state[1:])
+        self._tokens, self._logprobs, self._pos, done = self.runner.get(
+            (state.tokens, state.logprobs, state.pos, state.done)
+        )
+        is_wanted = any(row is not None and row.sampling.top_logprobs for row in self._places)
+        self._likely = self.runner.get(state.likely) if is_wanted else None
         for place, row in enumerate(self._places):
             if row is not None:
                 row.place, row.done = place, row.done or bool(done[place])
@@ -219,7 +245,7 @@ class Pool:
         sampling = jax.tree.map(lambda *leaves: np.stack(leaves), *settings)
         limits = np.array([1 if row is None else row.limit for row in rows], np.int32)
         allowed = self.runner.masks(guides(rows), len(rows))
-        stop = Stop(self._stop_ids, limits, self.runner.banned, allowed)  # type: ignore[arg-type]
+        stop = Stop(stop_ids(rows), limits, self.runner.banned, allowed)  # type: ignore[arg-type]
         return self.runner.put(sampling, SAMPLING), self.runner.put(stop, STOP)
 
     def _least_used(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jllama import mesh, processes
 from jllama.grammar import Grammars, Guide
 from jllama.model import Params
 from jllama.programs import Program, Programs
-from jllama.response_format import Format
+from jllama.settings import Settings
 
 _MIN_SLOTS = 256  # of a cache; it doubles when it is full
 _MIN_WIDTH = 16  # of a block of prompt tokens; sizes are powers of two, so that few programs serve all lengths
@@ -70,8 +70,13 @@ class Runner:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens: expected 1 to {config.max_seq_len}, the model's context"
             )
-        if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
-            raise ValueError(f"token id {wrong[0]}: expected 0 to {config.vocab_size - 1}, the model's vocabulary")
+        self.check_ids(ids)
+
+    def check_ids(self, ids: Iterable[int]) -> None:
+        """Raise ValueError for token ids that the model hasn't."""
+        vocab = self.params.config.vocab_size
+        if wrong := [i for i in ids if not 0 <= i < vocab]:
+            raise ValueError(f"token id {wrong[0]}: expected 0 to {vocab - 1}, the model's vocabulary")
 
     def call(self, program: Program, *args: Any, **static: Any) -> Any:
         """Run a program of `programs` on arrays; it adds the model."""
@@ -79,17 +84,17 @@ class Runner:
         self.timings.compile_seconds = self._programs.seconds
         return result
 
-    def guide(self, ids: Sequence[int], form: Format | None) -> Guide | None:
-        """Return what follows the text after a prompt of such a format.
+    def guide(self, ids: Sequence[int], settings: Settings) -> Guide | None:
+        """Return what follows the text after a prompt, where it is to have a format.
 
         Raises:
           ValueError: the format can't be compiled.
         """
-        if form is None:
+        if (form := settings.form) is None:
             return None
         if self.grammars is None:
             raise ValueError("a response_format: expected none, as the model has no tokenizer here")
-        return self.grammars.guide(form, ids)
+        return self.grammars.guide(form, ids, ends=not settings.ignore_eos)
 
     def masks(self, guides: Mapping[int, Guide], rows: int) -> np.ndarray:
         """Return which tokens may come next in each row, as `Stop.allowed` has it; without a guide all may."""

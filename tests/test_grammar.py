@@ -234,6 +234,16 @@ def test_a_limit_leaves_a_beginning_and_no_more_than_the_text_is_generated(stori
         assert (answer.finish_reason == "stop") == (answer.text == "abcdefghij")
 
 
+def test_without_an_end_a_text_goes_on_for_as_long_as_it_may(stories: LLM) -> None:
+    asked: Any = {"response_format": regex("[a-c]{2,6}"), "ignore_eos": True}
+    for seed in range(3):
+        answer = stories.generate(["Once"], seed=seed, **asked)[0]
+        assert re.fullmatch("[a-c]{6}", answer.text)
+        assert answer.finish_reason == "stop"
+    short = stories.generate(["Once"], seed=0, response_format=regex("[a-c]{2,60}"), min_new_tokens=20)[0]
+    assert len(short.tokens) >= 20
+
+
 def test_log_probabilities_are_those_of_the_model(stories: LLM) -> None:
     answer = stories.generate(["Once"], response_format=regex("[ a-z]{12}"), seed=2)[0]
     ids = [*stories.tokenizer.prompt_ids("Once"), *answer.tokens]
