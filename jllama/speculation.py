@@ -132,7 +132,8 @@ def _verify(
     """Draw the tokens of rows that aren't done, up to the first that was not guessed; a guess of -1 is none."""
     cache, live = state.cache, ~state.done
     tally = tally._replace(
-        passes=tally.passes + live, guessed=tally.guessed + jnp.where(live, jnp.sum(guesses >= 0, axis=1), 0)
+        passes=tally.passes + live.astype(jnp.int32),
+        guessed=tally.guessed + jnp.sum((guesses >= 0) & live[:, None], axis=1, dtype=jnp.int32),
     )
     own = jnp.take_along_axis(state.tokens, state.pos[:, None], axis=1)
     block = jnp.concatenate([own, jnp.where(guesses < 0, own, guesses)], axis=1)
@@ -147,7 +148,10 @@ def _verify(
         state = extend(state, here, sampling, stop, active)
         drawn = jnp.take_along_axis(state.tokens, state.pos[:, None], axis=1)[:, 0]
         right = active & (drawn == guess)
-        tally = tally._replace(examined=tally.examined + (active & (guess >= 0)), accepted=tally.accepted + right)
+        tally = tally._replace(
+            examined=tally.examined + (active & (guess >= 0)).astype(jnp.int32),
+            accepted=tally.accepted + right.astype(jnp.int32),
+        )
         return n + 1, right & ~state.done, state, tally
 
     begun = (jnp.int32(0), live, state._replace(cache=Cache((), ())), tally)

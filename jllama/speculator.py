@@ -279,6 +279,7 @@ def is_exact(params: Params) -> bool:
     return (
         params.run.kernels
         and not params.config.attention_cap
+        and products <= {"float32", "bfloat16", "groups"}
         and all(kernels.has(name) for name in ("attention", *products))
     )
 
