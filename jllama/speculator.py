@@ -62,18 +62,19 @@ class Found(NamedTuple):
 class Speculator:
     """Guesses tokens where that is worth it."""
 
-    def __init__(self, method: Speculate, draft: Params | None = None) -> None:
+    def __init__(self, method: Speculate, draft: Params | None = None, share: float = 0.1) -> None:
         """Choose a method.
 
         Args:
           method: "lookup": from the text so far; "draft": by the draft model; "auto": by either, wherever plain steps
             would be slower.
           draft: a small model of the same vocabulary.
+          share: of a step with one row that a guess is expected to cost, before it is measured.
         """
         self._may_rest = method == "auto"
         self._drafts = None if draft is None else _Drafts(draft)
         self._traces: dict[Hashable, _Trace] = {}
-        self._costs = _Costs(0.05 if draft is None else 0.2)
+        self._costs = _Costs(share)
 
     def decode(
         self,
@@ -274,14 +275,18 @@ class _Drafts:
 
 def is_exact(params: Params) -> bool:
     """Whether a row's numbers are the same to the bit, however many tokens and rows a pass has."""
-    forms = {w.dtype for w in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Weight)) if isinstance(w, Weight)}
-    products = {"groups" if form in kernels.GROUPS else form for form in forms}
+    products = {"groups" if form in kernels.GROUPS else form for form in _forms(params)}
     return (
         params.run.kernels
         and not params.config.attention_cap
         and products <= {"float32", "bfloat16", "groups"}
         and all(kernels.has(name) for name in ("attention", *products))
     )
+
+
+def _forms(params: Params) -> set[str]:
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Weight))
+    return {leaf.dtype for leaf in leaves if isinstance(leaf, Weight)}
 
 
 def choose(method: Speculate, params: Params, draft: Params | None = None) -> Speculator | None:
@@ -298,4 +303,6 @@ def choose(method: Speculate, params: Params, draft: Params | None = None) -> Sp
         raise ValueError(f"speculate = {method}: expected no draft model, or speculate = draft or auto")
     if method == "off" or (method == "auto" and draft is None and not is_exact(params)):
         return None
-    return Speculator(method, draft)
+    # Products with weights in groups are bound by computing, even those of few rows.
+    grouped = any(form in kernels.GROUPS for form in _forms(params))
+    return Speculator(method, draft, share=0.3 if grouped else 0.05 if draft is None else 0.2)

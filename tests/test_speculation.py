@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies
 from jllama import decode, kernels, speculation
 from jllama.config import Config
 from jllama.decode import State, Stop
-from jllama.model import Params, forward, head, init_cache
+from jllama.model import Params, init_cache
 from jllama.run import Run
 from jllama.settings import Settings, to_sampling
 from jllama.speculation import lookup
@@ -23,7 +23,9 @@ from jllama.speculation import lookup
 CONFIG = Config(64, 96, 2, 4, 2, 61, 96)
 FORMS = ("float32", "bfloat16", "q8_0", "q4_1")
 ROWS, WIDTH, SLOTS = 4, 16, 96
-native = pytest.mark.skipif(not kernels.available(), reason="without native kernels sums depend on how many rows there are")
+native = pytest.mark.skipif(
+    not kernels.available(), reason="without native kernels sums depend on how many rows there are"
+)
 
 
 @functools.cache
