@@ -63,10 +63,8 @@ def check_batch_size(batch_size: int) -> None:
         raise ValueError(f"batch_size = {batch_size!r}: expected an integer from 1 to {_MAX_BATCH}")
 
 
-def _load_draft(path: str | Path, tokenizer: Tokenizer, run: Run, *, on_mesh: bool) -> Params:
+def _load_draft(path: str | Path, tokenizer: Tokenizer, run: Run) -> Params:
     """Load a draft model for a model with this tokenizer; without one of its own it has the same."""
-    if on_mesh:
-        raise ValueError(f"draft = {quoted(str(path))}: a draft model runs on a single device: expected no mesh")
     source = hub.local(path)
     params = checkpoint.load(source, run=run)
     try:
@@ -166,9 +164,7 @@ class LLM:
         found = tokenizers.load(file, header=header if file == source else None)
         model = source or (config if isinstance(config, Config) else from_toml(str(config)))
         params = checkpoint.load(model, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
-        small = (
-            None if draft is None else _load_draft(draft, found.fit(params.config.vocab_size), run, on_mesh=bool(mesh))
-        )
+        small = None if draft is None else _load_draft(draft, found.fit(params.config.vocab_size), run)
         return cls(
             params, found, template=source or beside, compile_cache=compile_cache, speculate=speculate, draft=small
         )

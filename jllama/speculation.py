@@ -16,6 +16,7 @@ from jax import lax
 from jllama.decode import State, Stop, extend
 from jllama.model import Cache, Params, forward, head, step
 from jllama.sampling import Sampling
+from jllama.weights import take
 
 SHORTEST = 2  # tokens that must have occurred before
 _LONGEST = 4  # tokens that are compared: of several places with as many the last one serves
@@ -83,6 +84,9 @@ def decode_draft(
     def body(carry: tuple[jax.Array, State, Tally, Cache]) -> tuple[jax.Array, State, Tally, Cache]:
         n, state, tally, cache = carry
         drafted, cache = _draft(draft, cache, state, sampling, stop, guesses, params.config.vocab_size)
+        # An embedding that the model itself never draws may hold NaN, which a product with 0 doesn't hide.
+        is_finite = jnp.all(jnp.isfinite(take(params.embedding, drafted, params.run)), axis=-1)
+        drafted = jnp.where(is_finite, drafted, -1)
         return n + 1, *_verify(params, state, drafted, sampling, stop, tally), cache
 
     begun = (jnp.int32(0), state, _no_tally(state), _catch_up(draft, cache, state, known))

@@ -16,7 +16,7 @@ import numpy as np
 from jllama import kernels
 from jllama.decode import State, Stop
 from jllama.errors import quoted
-from jllama.mesh import ROWS
+from jllama.mesh import ROWS, mesh_of
 from jllama.model import Cache, Params, init_cache
 from jllama.programs import DECODE, DRAFT, LOOKUP, Program
 from jllama.sampling import Sampling
@@ -301,6 +301,8 @@ def choose(method: Speculate, params: Params, draft: Params | None = None) -> Sp
         raise ValueError("speculate = draft: expected a draft model too")
     if method in ("off", "lookup") and draft is not None:
         raise ValueError(f"speculate = {method}: expected no draft model, or speculate = draft or auto")
+    if draft is not None and mesh_of(params) is not None:
+        raise ValueError("a draft model runs on a single device: expected no mesh, or speculate = lookup")
     if method == "off" or (method == "auto" and draft is None and not is_exact(params)):
         return None
     # Products with weights in groups are bound by computing, even those of few rows.

@@ -22,7 +22,7 @@ ROOMS = {
     "sampling": set(),
     "decode": {"model", "sampling"},
     "rows": {"decode"},
-    "speculation": {"decode", "model", "sampling"},
+    "speculation": {"decode", "model", "sampling", "weights"},
     "speculator": {"decode", "kernels", "mesh", "model", "programs", "sampling", "speculation", "weights"},
     "mesh": {"config", "model", "tensors", "weights"},
     "processes": set(),

@@ -38,7 +38,7 @@ TASKS = {
 }
 BEGINNINGS = ("Once upon a time, there was a", "The little dog", "One day, a girl named Mia", "In the forest lived")
 DEPTH = 10  # times as many layers
-NOISE = 0.6  # how much the layers that are added do
+NOISE = 2.0  # how much the layers that are added do
 
 
 def deeper(params: Params) -> Params:
