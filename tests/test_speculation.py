@@ -1,7 +1,9 @@
 """Tokens that are guessed: the text is what it is without, token by token, whatever is guessed."""
 
 import functools
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import tiny
+from console import Run
 from hypothesis import HealthCheck, example, given, settings, strategies
 
 from jllama import decode, kernels, speculation, speculator
@@ -18,7 +21,7 @@ from jllama.config import Config
 from jllama.decode import State, Stop
 from jllama.model import Params, init_cache
 from jllama.pool import Pool, Row
-from jllama.run import Run
+from jllama.run import Run as How
 from jllama.runner import Runner
 from jllama.settings import Settings, to_sampling
 from jllama.speculation import Tally, lookup
@@ -36,7 +39,7 @@ native = pytest.mark.skipif(
 @functools.cache
 def model(form: str, seed: int = 0) -> Params:
     weights = oracle.random_weights(CONFIG, tied=True, seed=seed)
-    return tiny.params(weights, CONFIG, form, Run(kernels=kernels.available(), stacked=kernels.available()))
+    return tiny.params(weights, CONFIG, form, How(kernels=kernels.available(), stacked=kernels.available()))
 
 
 @jax.jit
@@ -292,3 +295,31 @@ def test_ways_to_speculate_that_there_are_not() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             speculator.choose(method, params, draft)  # type: ignore[arg-type]
+
+
+def test_the_command_line_guesses_and_says_how_many_were_right(run: Run) -> None:
+    words = (
+        "run",
+        "stories",
+        "The cat sat. The cat sat. The cat",
+        "--temperature=0",
+        "--max_new_tokens=40",
+        "--dtype=float32",
+    )
+    _, expected, _ = run(*words, "--speculate=off")
+    for how in (("--speculate=lookup",), ("--draft=stories",)):
+        code, out, err = run(*words, *how, "--verbose")
+        assert (code, out) == (0, expected)
+        right, guesses = map(int, re.findall(r"(\d+) of (\d+) guesses right", err)[0])
+        assert 0 < right <= guesses
+
+
+def test_a_draft_model_has_the_tokenizer_of_the_model(run: Run, shared: Path) -> None:
+    code, _, err = run(
+        "run", "stories", f"--draft={shared / 'models' / 'stories260K' / 'stories260K.F32.gguf'}", "--max_new_tokens=1"
+    )
+    assert code != 0
+    assert "expected a model with the same tokenizer" in err
+    code, _, err = run("run", "stories", "--draft=stories", "--mesh=data:1", "--max_new_tokens=1")
+    assert code != 0
+    assert "a draft model runs on a single device: expected no mesh" in err
