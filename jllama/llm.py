@@ -185,17 +185,18 @@ class LLM:
         return min(self.params.config.max_seq_len, _SCORE_WINDOW)
 
     def generate(
-        self, prompts: Sequence[str | Prompt], *, batch_size: int = 8, **settings: Unpack[Overrides]
+        self, prompts: Sequence[str | Prompt], *, batch_size: int = 8, n: int = 1, **settings: Unpack[Overrides]
     ) -> list[Completion]:
         """Continue every prompt.
 
         Args:
           prompts: texts, or `Prompt`s, which bring their own settings.
           batch_size: how many prompts share a step.
+          n: how many completions each prompt gets, with the seeds seed, seed + 1, and so on.
           **settings: fields of `Settings`, for the texts.
 
         Returns:
-          One completion a prompt, in order.
+          The n completions of the first prompt, then those of the second, and so on.
 
         Raises:
           ValueError: a wrong setting, or a prompt longer than the context; before any work.
@@ -204,7 +205,8 @@ class LLM:
         if isinstance(prompts, str):
             raise ValueError("prompts is a single string: expected a list of them")
         default = Settings(**settings)
-        requests = [p if isinstance(p, Prompt) else Prompt(p, default) for p in prompts]
+        given = [p if isinstance(p, Prompt) else Prompt(p, default) for p in prompts]
+        requests = [variant for prompt in given for variant in prompt.variants(n)]
         check_batch_size(batch_size)
         answers = [self._answer(request) for request in requests]
         return list(self._complete(iter(answers), batch_size))
@@ -310,6 +312,7 @@ class LLM:
         """
         ids = self.tokenizer.prompt_ids(prompt.text) if prompt.ids is None else list(prompt.ids)
         self.runner.check(ids)
+        self.runner.check_ids([*prompt.settings.logit_bias, *prompt.settings.stop_token_ids])
         return ids
 
     def score(self, text: str) -> Score:

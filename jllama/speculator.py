@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import numpy as np
@@ -51,14 +51,6 @@ class Caller(Protocol):
         """Return what the first of several processes has."""
 
 
-class Found(NamedTuple):
-    """What some steps have come to."""
-
-    state: State
-    guessed: int = 0
-    accepted: int = 0
-
-
 class Speculator:
     """Guesses tokens where that is worth it."""
 
@@ -86,7 +78,7 @@ class Speculator:
         live: Sequence[Hashable | None],
         tokens: np.ndarray,
         pos: np.ndarray,
-    ) -> Found:
+    ) -> State:
         """Do what `decode.decode` does, with guesses or without.
 
         Args:
@@ -101,10 +93,10 @@ class Speculator:
         """
         count = int(runner.agree(np.int32(self._choose(live, tokens, pos))))
         compiling, began = runner.timings.compile_seconds, time.perf_counter()
-        found, passes = self._run(runner, count, state, sampling, stop, steps, tokens, pos)
+        state, passes = self._run(runner, count, state, sampling, stop, steps, tokens, pos)
         if passes and runner.timings.compile_seconds == compiling:
             self._costs.add(len(live), count, time.perf_counter() - began, passes)
-        return found
+        return state
 
     def _run(
         self,
@@ -116,11 +108,11 @@ class Speculator:
         steps: int,
         tokens: np.ndarray,
         pos: np.ndarray,
-    ) -> tuple[Found, int]:
+    ) -> tuple[State, int]:
         """Decode with `count` guesses a pass, or none; tells the number of passes too."""
         if not count:
             state = runner.call(DECODE, state, sampling, stop, np.int32(steps))
-            return Found(state), int((runner.get(state.pos) - pos).max())
+            return state, int((runner.get(state.pos) - pos).max())
         if self._drafts is None:
             state, tally = runner.call(LOOKUP, state, sampling, stop, np.int32(steps), guesses=count)
         else:
@@ -133,7 +125,9 @@ class Speculator:
         passes, guessed, examined, accepted = runner.get(tally)
         if self._drafts is not None:
             self._drafts.learn(int(examined.sum()), int(accepted.sum()))
-        return Found(state, int(guessed.sum()), int(accepted.sum())), int(passes.max())
+        runner.timings.guesses += int(guessed.sum())
+        runner.timings.accepted += int(accepted.sum())
+        return state, int(passes.max())
 
     def _choose(self, live: Sequence[Hashable | None], tokens: np.ndarray, pos: np.ndarray) -> int:
         """Return how many tokens to guess for a pass; 0: plain steps."""

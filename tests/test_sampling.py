@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllama import sampling
-from jllama.settings import Overrides, Settings, to_sampling
+from jllama import likely, sampling
+from jllama.settings import MOST_LIKELY, Overrides, Settings, to_sampling
 
 
 def settings(rows: int = 1, **fields: object) -> sampling.Sampling:
@@ -198,6 +198,13 @@ def test_log_probability() -> None:
         ("repetition_penalty", [0, -1, float("inf")]),
         ("max_new_tokens", [-1, 2**40, 1.0]),
         ("seed", [2**64, -(2**63) - 1, 0.5]),
+        ("presence_penalty", [-2.1, 3, float("nan")]),
+        ("frequency_penalty", [2.5, None]),
+        ("logit_bias", [{1: 101}, {-1: 0}, {"a": 1}, {1: None}, {1.5: 1}, 7, "ab", dict.fromkeys(range(1025), 1)]),
+        ("min_new_tokens", [-1, 0.5]),
+        ("top_logprobs", [-1, 21, True]),
+        ("stop_token_ids", [[-1], ["a"], 7, "7", [True], list(range(65))]),
+        ("ignore_eos", [1, None, "yes"]),
         ("stop", [[""], [1], 7, b"ab", None, [b"a"]]),
     ],
 )
@@ -221,7 +228,7 @@ def test_numpy_numbers_are_numbers() -> None:
     )
     plain = Settings(max_new_tokens=3, temperature=0.5, top_k=7, top_p=1.0, seed=-1)
     assert numpy == plain
-    assert {type(value) for value in dataclasses.asdict(numpy).values()} == {int, float, tuple}
+    assert {type(value) for value in dataclasses.asdict(numpy).values()} == {int, float, bool, tuple, dict}
     assert json.dumps(dataclasses.asdict(numpy)) == json.dumps(dataclasses.asdict(plain))
 
 
@@ -230,6 +237,7 @@ def test_overrides_are_the_settings() -> None:
     hints = get_type_hints(Settings)
     assert get_type_hints(Overrides) == hints
     kinds = {name: typing.get_args(hint)[0] if typing.get_args(hint) else hint for name, hint in hints.items()}
+    assert likely.MOST == MOST_LIKELY
     assert {field.name: field.metadata["about"].kind for field in dataclasses.fields(Settings)} == kinds
 
 

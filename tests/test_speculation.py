@@ -20,7 +20,7 @@ from jllama import runner as runner_module
 from jllama.config import Config
 from jllama.decode import State, Stop
 from jllama.model import Params, init_cache
-from jllama.pool import Pool, Row
+from jllama.pool import Pool, Row, Taken
 from jllama.run import Run as How
 from jllama.runner import Runner
 from jllama.settings import Settings, to_sampling
@@ -63,6 +63,9 @@ row = strategies.fixed_dictionaries(
         "top_k": strategies.sampled_from([0, 5]),
         "top_p": strategies.sampled_from([1.0, 0.9]),
         "repetition_penalty": strategies.sampled_from([1.0, 1.0, 1.2]),
+        "frequency_penalty": strategies.sampled_from([0.0, 0.0, 0.5]),
+        "min_new_tokens": strategies.sampled_from([0, 12]),
+        "top_logprobs": strategies.sampled_from([0, 3]),
         "seed": strategies.integers(0, 9),
     }
 )
@@ -76,7 +79,7 @@ def arguments(wanted: Sequence[tuple[dict[str, Any], int, int]], stop_id: int) -
     tokens = np.stack([np.tile(tiny.ids(CONFIG, 5, seed=n), 4)[:WIDTH] for _, n, _ in wanted])
     length = np.array([n for _, n, _ in wanted], np.int32)
     limit = np.array([limit for _, _, limit in wanted], np.int32)
-    sampling = to_sampling([Settings(**one) for one, _, _ in wanted])
+    sampling = to_sampling([Settings(**one) for one, _, _ in wanted], length.tolist())
     return tokens, length, sampling, Stop(jnp.array([stop_id]), jnp.asarray(limit))
 
 
@@ -86,6 +89,8 @@ def assert_same(found: State, expected: State) -> None:
     for row, pos in enumerate(np.asarray(expected.pos)):
         np.testing.assert_array_equal(found.tokens[row, : pos + 1], expected.tokens[row, : pos + 1])
         np.testing.assert_array_equal(found.logprobs[row, : pos + 1], expected.logprobs[row, : pos + 1])
+        for mine, right in zip(found.likely, expected.likely, strict=True):
+            np.testing.assert_array_equal(mine[row, : pos + 1], right[row, : pos + 1])
 
 
 LONG = [({"temperature": t, "seed": n}, 5 + n, SLOTS - n) for n, t in enumerate((0.0, 0.0, 0.2, 1.0))]
@@ -175,9 +180,9 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculator, "_COUNTS", (3,))
 
 
-def texts(runner: Runner, most: int, steps: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+def texts(runner: Runner, most: int, steps: Sequence[int]) -> list[Taken]:
     """Continue prompts in a pool, each of which joins as soon as there is room, and ends at a limit of its own."""
-    pool, running, done = Pool(runner, [7], most), dict[int, Row](), dict[int, tuple[list[int], list[float]]]()
+    pool, running, done = Pool(runner, [7], most), dict[int, Row](), dict[int, Taken]()
     waiting = list(enumerate((4, 9, 5, 12, 3, 16)))
     while waiting or running:
         while waiting and pool.free:

@@ -22,13 +22,33 @@ class Flag(NamedTuple):
     commands: str
 
 
+class _Biases(flags.ArgumentParser[tuple[int, float]]):
+    """Reads `ID:BIAS`."""
+
+    syntactic_help = "ID:BIAS"
+
+    def parse(self, argument: str) -> tuple[int, float]:
+        """Return the id and the bias."""
+        name, _, bias = argument.partition(":")
+        try:
+            return int(name), float(bias)
+        except ValueError:
+            raise ValueError("expected a token's id and a number, ID:BIAS") from None
+
+
 def _setting(field: dataclasses.Field[Any]) -> flags.FlagHolder[Any]:
     """Define the flag of a setting by what its field says of it."""
     about = field.metadata["about"]
-    if about.kind is str:
-        return flags.DEFINE_multi_string(field.name, [], f"{about.help}; may be repeated")
-    define: Any = flags.DEFINE_integer if about.kind is int else flags.DEFINE_float
-    holder: flags.FlagHolder[Any] = define(field.name, field.default, about.help)
+    holder: flags.FlagHolder[Any]
+    if about.several is not None:
+        parser = (
+            _Biases() if about.several is dict else {str: flags.ArgumentParser, int: flags.IntegerParser}[about.kind]()
+        )
+        serializer = flags.ArgumentSerializer[Any]()
+        holder = flags.DEFINE_multi(parser, serializer, field.name, [], f"{about.help}; may be repeated")
+        return holder
+    define: Any = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}[about.kind]
+    holder = define(field.name, field.default, about.help)
     return holder
 
 
@@ -106,6 +126,10 @@ GROUPS: dict[str, list[Flag]] = {
         ),
         Flag(flags.DEFINE_string("system_prompt", "", "the system message"), "chat"),
         Flag(flags.DEFINE_integer("batch_size", 8, "prompts processed together"), "run plan"),
+        Flag(
+            flags.DEFINE_integer("n", 1, "answers to each prompt, as JSON lines, with the seeds seed, seed + 1, ..."),
+            "run",
+        ),
         Flag(
             flags.DEFINE_bool("echo", True, "print a single prompt before its continuation; --noecho doesn't"),
             "run",
