@@ -28,7 +28,7 @@ from jllama.speculation import Tally, lookup
 from jllama.speculator import Speculate, Speculator
 
 CONFIG = Config(64, 96, 2, 4, 2, 61, 96)
-FORMS = ("float32", "bfloat16", "q8_0", "q4_1")
+FORMS = ("float32", "q4_1", *(pytest.param(form, marks=pytest.mark.slow) for form in ("bfloat16", "q8_0")))
 ROWS, WIDTH, SLOTS = 4, 16, 96
 NONE, FAR = jnp.array([-1]), jnp.array([99])
 native = pytest.mark.skipif(
@@ -302,6 +302,7 @@ def test_ways_to_speculate_that_there_are_not() -> None:
             speculator.choose(method, params, draft)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_the_command_line_guesses_and_says_how_many_were_right(run: Run) -> None:
     words = (
         "run",
