@@ -129,7 +129,7 @@ class LLM:
         Args:
           path: the checkpoint.
           config: sizes of a model, or a file of them as in configs/, in place of a checkpoint: its weights are random.
-          tokenizer: the file of its tokenizer, or the folder; None looks in and beside the checkpoint.
+          tokenizer: the file of its tokenizer, the folder, or a model's name; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
           mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `mesh.make_mesh` makes;
@@ -157,10 +157,11 @@ class LLM:
         source = None if path is None else hub.local(path)
         if tokenizer is None and source is None:
             raise ValueError("a config makes random weights, which bring no tokenizer: expected a tokenizer too")
-        beside = Path(tokenizer or source or "")
+        named = hub.is_name(tokenizer)
+        beside = hub.local(str(tokenizer)) if named else Path(tokenizer or source or "")
         # The header of a large vocabulary takes a while: it is read once, for the tokenizer and for the weights.
         header = None if source is None else gguf_file.header_of(source)
-        file = tokenizers.find(beside) if tokenizer is None or beside.is_dir() else beside
+        file = tokenizers.find(beside) if tokenizer is None or named or beside.is_dir() else beside
         found = tokenizers.load(file, header=header if file == source else None)
         model = source or (config if isinstance(config, Config) else from_toml(str(config)))
         params = checkpoint.load(model, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)

@@ -55,11 +55,7 @@ def sample(logits: jax.Array, sampling: Sampling, tokens: jax.Array, pos: jax.Ar
     Returns:
       int32 `[B]`. With temperature 0 the largest logit, the lowest id where several are equal.
     """
-    logits = add_biases(logits, sampling.bias_ids, sampling.biases)
-    logits = penalise_repetition(logits, sampling.repetition_penalty, tokens, pos)
-    logits = penalise_generated(
-        logits, sampling.frequency_penalty, sampling.presence_penalty, tokens, sampling.start, pos
-    )
+    logits = process(logits, sampling, tokens, pos)
     token: jax.Array = lax.cond(
         jnp.any(sampling.temperature >= _MIN_TEMPERATURE),
         lambda: jnp.where(sampling.temperature < _MIN_TEMPERATURE, argmax(logits), _draw(logits, sampling, pos)),
@@ -68,8 +64,17 @@ def sample(logits: jax.Array, sampling: Sampling, tokens: jax.Array, pos: jax.Ar
     return token
 
 
+def process(logits: jax.Array, sampling: Sampling, tokens: jax.Array, pos: jax.Array) -> jax.Array:
+    """Apply each row's biases and penalties to its logits, float32 `[B, V]`."""
+    logits = add_biases(logits, sampling.bias_ids, sampling.biases)
+    logits = penalise_repetition(logits, sampling.repetition_penalty, tokens, pos)
+    return penalise_generated(
+        logits, sampling.frequency_penalty, sampling.presence_penalty, tokens, sampling.start, pos
+    )
+
+
 def probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Compute the distribution that `sample` draws from, processors apart: float32 `[B, V]`, rows sum to 1."""
+    """Compute the distribution that `sample` draws from after `process`: float32 `[B, V]`, rows sum to 1."""
     greedy = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=jnp.float32)
     weights = jnp.where((sampling.temperature < _MIN_TEMPERATURE)[:, None], greedy, _weights(logits, sampling))
     return weights / jnp.sum(weights, axis=-1, keepdims=True)

