@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import time
@@ -95,6 +96,7 @@ class Answer:
         self._decoder = StreamDecoder(tokenizer, ids)
         self._stops = StopStrings(prompt.settings.stop)
         self._read = 0
+        self._ends: list[int] = []  # of each token in the text, before any of it is cut off
 
     def join(self, row: Row) -> None:
         """Take its tokens from this row of a pool."""
@@ -115,7 +117,9 @@ class Answer:
             self.tokens.append(token)
             self.logprobs.append(logprob)
             self.top_logprobs += top[i : i + 1]
-            if self._add(self._decoder.feed(token)):
+            piece = self._decoder.feed(token)
+            self._ends.append(len(piece) + (self._ends[-1] if self._ends else 0))
+            if self._add(piece):
                 self.finish_reason = "stop"
                 return
         if self.row.done:
@@ -133,6 +137,15 @@ class Answer:
             held, stopped = self._stops.flush()
             self.text += held
         self.finish_reason = "stop" if stopped else reason
+
+    def cut(self) -> None:
+        """End the text here, whatever could follow."""
+        self._finish("length")
+
+    @property
+    def begun(self) -> int:
+        """The number of tokens whose text begins in `text`, what they leave to the next one included."""
+        return min(bisect.bisect_left(self._ends, len(self.text)) + 1, len(self._ends)) if self.text else 0
 
     def new_text(self) -> str:
         """Return what was added to the text since the last call."""

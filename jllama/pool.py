@@ -104,6 +104,10 @@ class Pool:
         Raises:
           ValueError: a prompt that the model can't read, or token ids in the settings that it hasn't.
         """
+        return Reading(self, self.accept(prompts, None if kept is None else kept.shard), kept)
+
+    def accept(self, prompts: Sequence[tuple[list[int], Settings]], shard: int | None = None) -> list[Row]:
+        """Make rows of prompts, which are about to be read, on the least used shard or on `shard`. Raises as `join`."""
         assert 0 < len(prompts) <= self.free
         for ids, settings in prompts:
             self.runner.check(ids)
@@ -115,11 +119,11 @@ class Pool:
         rows = []
         for i, (ids, settings) in enumerate(prompts):
             mine = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], sampling)
-            shard = self._least_used() if kept is None else kept.shard
+            on = self._least_used() if shard is None else shard
             limit, ends = min(len(ids) + settings.max_new_tokens, context), settings.ends(self._stop_ids)
-            rows.append(Row(ids, mine, limit, shard, len(ids), ends))
+            rows.append(Row(ids, mine, limit, on, len(ids), ends))
             self._reading.append(rows[-1])
-        return Reading(self, rows, kept)
+        return rows
 
     def advance(self, steps: int) -> None:
         """Take up to `steps` steps in each row that isn't done: each gives a token, or more where some are guessed."""
@@ -372,6 +376,12 @@ def _stop_ids(rows: Iterable[Row | None]) -> np.ndarray:
     return np.array([[*ids, *[-1] * (width - len(ids))] for ids in ends], np.int32)
 
 
-def common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
-    """Return how many ids two sequences begin with in common."""
-    return next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+def common_prefix(old: list[int], new: list[int]) -> int:
+    """Return how many ids two lists begin with in common."""
+    low, high = 0, min(len(old), len(new))
+    if old[:high] == new[:high]:
+        return high
+    while high - low > 1:  # the first that differ are among low .. high - 1
+        middle = (low + high) // 2
+        low, high = (middle, high) if old[low:middle] == new[low:middle] else (low, middle)
+    return low

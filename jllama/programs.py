@@ -72,6 +72,8 @@ DRAFT = Program(
 )
 SCORE = Program(decode.score, ("model", "rows"), "rows")
 PLACE = Program(rows.place, ("state", "state", "rows"), "state", donate=(0,))
+CUT = Program(rows.cut, ("state", "whole", "whole"), "cache", static="slots")
+PASTE = Program(rows.paste, ("cache", "cache", "whole", "whole"), "cache", donate=(0,))
 REGROUP = Program(rows.regroup, ("state", "rows"), "state", static="slots")
 
 
@@ -132,6 +134,9 @@ class Programs:
         self._folder = executables.open_folder(folder) if folder and self._mesh is None else None
         self._compiled: dict[Any, Any] = {}
         self.seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._compiled)
 
     def call(self, program: Program, *args: Any, **static: Any) -> Any:
         """Run a program on arrays, the model first where it wants that; compile it where these shapes are new."""

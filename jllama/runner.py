@@ -82,6 +82,11 @@ class Runner:
         self.timings.compile_seconds = self._programs.seconds
         return result
 
+    @property
+    def programs(self) -> int:
+        """How many programs were compiled or loaded."""
+        return len(self._programs)
+
     def put(self, tree: Any, where: Any) -> Any:
         """Lay host arrays out as `where` says: a tree of specs, or one for all."""
         return mesh.put(self.mesh, tree, where)

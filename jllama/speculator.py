@@ -27,6 +27,7 @@ Speculate = Literal["auto", "off", "lookup", "draft"]
 
 _COUNTS = (1, 3, 7, 15)  # tokens guessed for a pass: with the row's own last one as many as kernels take at a time
 _MOST = 128  # tokens of a pass, all rows together: bounds the memory of their logits
+_WARM_COUNTS, _WARM_MOST = (3, 15), 32  # what a server compiles of them before it serves
 _WINDOW = 24  # of a row's last tokens, by which a look-up is judged
 _EVIDENCE = 8  # the fewest
 _GAIN = 1.1  # how much faster guessing must promise to be than plain steps
@@ -67,6 +68,7 @@ class Speculator:
         self._drafts = None if draft is None else _Drafts(draft)
         self._traces: dict[Hashable, _Trace] = {}
         self._costs = _Costs(share)
+        self._ready: set[tuple[int, int, int]] | None = None  # rows, slots and guesses; None: any
 
     def decode(
         self,
@@ -96,6 +98,16 @@ class Speculator:
         state, passes = self._run(runner, count, state, sampling, stop, steps, tokens, pos)
         if passes and runner.timings.compile_seconds == compiling:
             self._costs.add(len(live), count, time.perf_counter() - began, passes)
+        return state
+
+    def warm_up(
+        self, runner: Caller, state: State, sampling: Sampling, stop: Stop, tokens: np.ndarray, pos: np.ndarray
+    ) -> State:
+        """Compile what guesses in a state of this size: from now on only what was compiled like this is used."""
+        rows, slots = tokens.shape
+        for count in (count for count in _WARM_COUNTS if rows * (count + 1) <= _WARM_MOST):
+            state, _ = self._run(runner, count, state, sampling, stop, 0, tokens, pos)
+            self._ready = {*(self._ready or ()), (rows, slots, count)}
         return state
 
     def _run(
@@ -134,6 +146,8 @@ class Speculator:
         rows, slots = tokens.shape
         self._follow(live, tokens, pos)
         counts = [k for k in _COUNTS if pos.max() + 1 + k < slots and rows * (k + 1) <= _MOST]
+        if self._ready is not None:
+            counts = [k for k in counts if (rows, slots, k) in self._ready]
         if not counts:
             return 0
         gains = {k: self._tokens(k) / self._costs.of(rows, k) for k in counts}

@@ -23,7 +23,7 @@ ROOMS = {
     "likely": set(),
     "sampling": {"processors"},
     "decode": {"likely", "model", "processors", "sampling"},
-    "rows": {"decode"},
+    "rows": {"decode", "model"},
     "speculation": {"decode", "model", "sampling", "weights"},
     "speculator": {"decode", "kernels", "mesh", "model", "programs", "sampling", "speculation", "weights"},
     "mesh": {"config", "model", "tensors", "weights"},
@@ -57,13 +57,16 @@ ROOMS = {
     "prompts": {"generation", "settings"},
     "ray": {"generation", "llm", "settings"},
     "session": {"chat", "generation", "llm", "pool", "settings"},
+    "server": {"chat", "decode", "generation", "llm", "mesh", "model", "pool", "programs", "runner", "sampling"}
+    | {"settings", "tokenizer"},
     "machine": {"run", "weights"},
     "bench": {"machine", "decode", "model", "programs", "run", "runner", "sampling", "settings", "tensors", "weights"},
     "report": {"bench"},
     "results": {"prompts"},
     "plan": {"checkpoint", "mesh", "model", "run", "runner"},
     "cli": {"bench", "chat", "checkpoint", "config", "errors", "generation", "kernels", "llm", "mesh", "model"}
-    | {"plan", "processes", "prompts", "report", "results", "run", "session", "settings", "tokenizer"},
+    | {"plan", "processes", "prompts", "report", "results", "run", "server", "session", "settings"}
+    | {"tokenizer"},
     "__init__": {"checkpoint", "generation", "llm", "session", "settings", "tokenizer"},
     "__main__": {"cli"},
 }
