@@ -10,20 +10,22 @@ from typing import Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from jllama import checkpoint, generation, gguf_file
+from jllama import checkpoint, generation, gguf_file, speculator
 from jllama import mesh as meshes
 from jllama import tokenizer as tokenizers
 from jllama.chat import ChatError, Message, Template, find_template
 from jllama.checkpoint import hub
 from jllama.config import Config, from_toml
+from jllama.errors import quoted
 from jllama.generation import Answer, Completion, Prompt
 from jllama.model import Params
 from jllama.pool import Pool
 from jllama.programs import SCORE
-from jllama.run import KVDtype, choose
+from jllama.run import KVDtype, Run, choose
 from jllama.runner import Runner, Timings
 from jllama.settings import Overrides, Settings
-from jllama.tokenizer import Tokenizer
+from jllama.speculator import Speculate
+from jllama.tokenizer import Tokenizer, TokenizerError
 
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
 _SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
@@ -61,6 +63,19 @@ def check_batch_size(batch_size: int) -> None:
         raise ValueError(f"batch_size = {batch_size!r}: expected an integer from 1 to {_MAX_BATCH}")
 
 
+def _load_draft(path: str | Path, tokenizer: Tokenizer, run: Run) -> Params:
+    """Load a draft model for a model with this tokenizer; without one of its own it has the same."""
+    source = hub.local(path)
+    params = checkpoint.load(source, run=run)
+    try:
+        own = tokenizers.load(tokenizers.find(source))
+    except TokenizerError:
+        own = tokenizer
+    if different := tokenizer.first_difference(own.fit(params.config.vocab_size)):
+        raise ValueError(f"draft = {quoted(str(path))}: {different}: expected a model with the same tokenizer")
+    return params
+
+
 class LLM:
     """A model, its tokenizer, and the programs compiled for them so far."""
 
@@ -71,6 +86,8 @@ class LLM:
         *,
         template: Template | Path | None = None,
         compile_cache: str | Path | None = None,
+        speculate: Speculate = "auto",
+        draft: Params | None = None,
     ) -> None:
         """Join a model and a tokenizer.
 
@@ -79,13 +96,16 @@ class LLM:
           tokenizer: what it was trained with.
           template: for `chat`, or the checkpoint that has one.
           compile_cache: as for `load`.
+          speculate: as for `load`.
+          draft: a smaller model with the same tokenizer.
 
         Raises:
-          ValueError: the two disagree on the size of the vocabulary.
+          ValueError: the two disagree on the size of the vocabulary; a wrong way to speculate.
         """
         self.params = params
         self.tokenizer = tokenizer.fit(params.config.vocab_size)
         self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused)
+        self.runner.speculator = speculator.choose(speculate, params, draft)
         self._template = template
 
     @classmethod
@@ -101,6 +121,8 @@ class LLM:
         kernels: str = "auto",
         kv_dtype: KVDtype = "float32",
         compile_cache: str | Path | None = None,
+        speculate: Speculate = "auto",
+        draft: str | Path | None = None,
     ) -> LLM:
         """Load a checkpoint and its tokenizer.
 
@@ -116,6 +138,10 @@ class LLM:
           kv_dtype: of the keys and values kept: "float32" or "bfloat16".
           compile_cache: a folder of your own, where compiled programs of a single device are kept for the next start;
             None: nowhere.
+          speculate: how tokens are guessed, so that one pass of the model gives several: "lookup" in the text so far,
+            "draft" by a smaller model; "off"; or "auto", by the smaller model if there is one and else in the text,
+            where it is faster and the same text comes out to the bit.
+          draft: the checkpoint of a smaller model with the same tokenizer.
 
         Raises:
           CheckpointError: the checkpoint can't be read.
@@ -139,7 +165,10 @@ class LLM:
         found = tokenizers.load(file, header=header if file == source else None)
         model = source or (config if isinstance(config, Config) else from_toml(str(config)))
         params = checkpoint.load(model, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
-        return cls(params, found, template=source or beside, compile_cache=compile_cache)
+        small = None if draft is None else _load_draft(draft, found.fit(params.config.vocab_size), run)
+        return cls(
+            params, found, template=source or beside, compile_cache=compile_cache, speculate=speculate, draft=small
+        )
 
     @property
     def timings(self) -> Timings:

@@ -27,6 +27,7 @@ from jllama.pool import Pool
 from jllama.runner import Runner
 from jllama.sampling import argmax
 from jllama.settings import Settings
+from jllama.speculator import Speculate, choose
 from jllama.tensors import fitted
 
 # XLA_FLAGS: the same operations, compiled to slower machine code in half of the time; and eight devices.
@@ -134,10 +135,11 @@ def collectives(text: str) -> dict[str, int]:
     return dict(Counter(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True)))
 
 
-def batch(name: str, dtype: str, text: str | None, steps: int) -> dict[str, Any]:
+def batch(name: str, dtype: str, text: str | None, steps: int, speculate: Speculate = "off") -> dict[str, Any]:
     """Generate as a user does, in a batch of ragged prompts: greedily, and drawn with a seed."""
     params = load(name, dtype, None if text is None else mesh_of(text), Path())
     runner = Runner(params)
+    runner.speculator = choose(speculate, params)
     prompts = [tiny.ids(params.config, n, seed=n).tolist() for n in (1, 5, 12, 7, 3)]
     settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i) for i in range(5)]
     pool = Pool(runner, [2], 5)
@@ -151,6 +153,7 @@ def batch(name: str, dtype: str, text: str | None, steps: int) -> dict[str, Any]
     loop = programs[-1]
     return {
         "ids": ids,
+        "guesses": runner.timings.guesses,
         "collectives": [collectives(program.as_text()) for program in programs],
         "cache": [cache.shape, cache.addressable_shards[0].data.shape],
         "copies": len(
@@ -180,6 +183,7 @@ def main() -> None:
         folder = hf.write_folder(Path(name) / "gpt2", hf.gpt2_config(32, 64, 2, 4, 50, 32), weights)
         result = {"cases": {case: compare(case, folder) for case in CASES}, "shards": shards()}
     result["batches"] = [batch("gqa", "float32", text, steps) for text, steps in ((None, 99), ("data:2,model:4", 3))]
+    result["guessed"] = batch("gqa", "float32", "data:2,model:4", 3, "lookup")
     print(json.dumps(result))
 
 

@@ -148,6 +148,22 @@ GROUPS: dict[str, list[Flag]] = {
         ),
     ],
     "Sampling": [Flag(_setting(field), "run chat serve") for field in dataclasses.fields(Settings)],
+    "Speed": [
+        Flag(
+            flags.DEFINE_enum(
+                "speculate",
+                "auto",
+                ["auto", "off", "lookup", "draft"],
+                "guess tokens and verify several in one pass, which gives the same text: lookup, those that followed "
+                "the same words before; draft, those of the model in --draft; auto: where that is faster; off: don't",
+            ),
+            "run chat serve",
+        ),
+        Flag(
+            flags.DEFINE_string("draft", None, "a smaller model with the same tokenizer, which guesses tokens"),
+            "run chat serve",
+        ),
+    ],
     "Server": [
         Flag(flag, "serve")
         for flag in (
