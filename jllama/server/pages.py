@@ -17,8 +17,9 @@ import numpy as np
 from jllama.decode import State
 from jllama.mesh import ROWS
 from jllama.model import Cache, init_cache
-from jllama.pool import Pool, Row, common_prefix
+from jllama.pool import Pool, common_prefix
 from jllama.programs import CUT, PASTE, READ_PROMPT, START
+from jllama.row import Row
 from jllama.runner import Runner, block_width, cache_slots
 from jllama.settings import Settings
 
