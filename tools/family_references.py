@@ -101,6 +101,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "mixtral": ("Mixtral", theta(1000.0) | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        theta(1000.0)
+        | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 10}
+        | {"shared_expert_intermediate_size": 14},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        theta(1000.0)
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True},
+    ),
 }
 
 
@@ -110,6 +122,7 @@ def make(name: str, seed: int) -> None:
     tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}
     fields = {key: value for key, value in (SIZES | tokens | changes).items() if value is not ...}
     config = getattr(transformers, f"{family}Config")(**fields)
+    config._experts_implementation = "eager"  # the others want wider experts
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():

@@ -62,6 +62,7 @@ def read(path: Path, header: Header | None = None) -> Contents:
         tensors |= found
         with open(part, "rb") as file:
             data = map_file(file)
+        found = {name: _flat(tensor, metadata.get(f"{architecture}.expert_count")) for name, tensor in found.items()}
         raw |= _sources(data, found, keys.get("general.alignment", gguf_file.DEFAULT_ALIGNMENT), problems)
     divisors = raw.pop(_ROPE_DIVISORS, None)
     try:
@@ -81,7 +82,7 @@ def read(path: Path, header: Header | None = None) -> Contents:
 
 
 def _nearest_dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    types = {tensor.type for tensor in tensors.values() if len(tensor.shape) == 2}
+    types = {t.type for name, t in tensors.items() if len(t.shape) > 1 and not name.endswith("ffn_gate_inp.weight")}
     if not types <= set(_PLAIN):
         return "int8"
     return "bfloat16" if types == {_BF16} else "float32"
@@ -122,6 +123,13 @@ def _stretched(config: Config, divisors: Array) -> Config:
         ):
             return stretched
     return divided
+
+
+def _flat(tensor: TensorInfo, experts: Any) -> TensorInfo:
+    """Take the matrices of all experts `[E, out, in]` as one of E * out rows."""
+    if len(tensor.shape) != 3 or tensor.shape[0] != experts:
+        return tensor
+    return tensor._replace(shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
 
 
 def _sources(

@@ -45,7 +45,8 @@ def strided(
 
 def rows_of(source: Source, first: int, count: int) -> Source:
     """Give `count` rows of a source from `first` on."""
-    return _with_rows(source, (count, *source.shape[1:]), lambda read, start, stop: read(first + start, first + stop))
+    rows = _with_rows(source, (count, *source.shape[1:]), lambda read, start, stop: read(first + start, first + stop))
+    return rows._replace(columns=source.columns and (rows_of(source.columns[0], first, count), source.columns[1]))
 
 
 def _with_rows(
