@@ -70,7 +70,7 @@ def _one(weights: Weight, number: jax.Array, run: Run) -> Linear:
     """Give one expert's matrix, which kernels take where it is."""
     if not run.kernels:
         # Without the barrier XLA's CPU back end widens the bfloat16 weights of all experts, before the loop.
-        weights, number = lax.optimization_barrier((weights, number))
+        weights, number = lax.optimization_barrier((weights, number))  # type: ignore[no-untyped-call]
     return Linear(weights.at(number))
 
 
