@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jllama.likely import Likely, find, no_tokens
 from jllama.model import Cache, Params, forward, head, init_cache, prefill, step
+from jllama.processors import forbid
 from jllama.sampling import Sampling, argmax, log_probability, sample
 
 
@@ -21,15 +23,16 @@ class State(NamedTuple):
 
     cache: Cache
     tokens: jax.Array  # int32 [B, S]: each row's ids by position, the prompt and what follows
-    logprobs: jax.Array  # float32 [B, S]: of each generated token; not finite where the model's logits were not
+    logprobs: jax.Array  # float32 [B, S]: of each generated token; -inf where none could come, NaN for bad logits
     pos: jax.Array  # int32 [B]: the position of the last known token; its keys and values are not cached yet
     done: jax.Array  # bool [B]
+    likely: Likely  # [B, S, 20]: by position, of the rows that want them
 
 
 class Stop(NamedTuple):
     """When a row ends, and what can't come in it."""
 
-    ids: jax.Array  # int32 [E]: a generated token that is one of these is a row's last; pad with -1
+    ids: jax.Array  # int32 [E] or [B, E]: a generated token that is one of these is a row's last; pad with -1
     length: jax.Array  # int32 [B]: the number of tokens, prompt included, at which a row is full
     banned: jax.Array | None = None  # bool [V]: tokens that are never drawn, such as a vocabulary's padding
 
@@ -50,6 +53,7 @@ def start(params: Params, tokens: jax.Array, length: jax.Array, stop: Stop, cach
         logprobs=jnp.zeros(tokens.shape, jnp.float32),
         pos=length - 1,
         done=length >= stop.length,
+        likely=no_tokens(*tokens.shape),
     )
 
 
@@ -95,17 +99,22 @@ def _extend(state: State, logits: jax.Array, sampling: Sampling, stop: Stop, act
     """Draw the next token of the rows that are `active`, and end those that are complete."""
     if stop.banned is not None:
         logits = jnp.where(stop.banned[None], -jnp.inf, logits)
-    token = sample(logits, sampling, state.tokens, state.pos)
-    logprob = log_probability(logits, token)
+    ids = jnp.broadcast_to(stop.ids, (logits.shape[0], stop.ids.shape[-1]))
+    possible = forbid(logits, ids, state.pos + 1 - sampling.start < sampling.min_new_tokens)
+    token = sample(possible, sampling, state.tokens, state.pos)
+    found = jnp.take_along_axis(possible, token[:, None], axis=1)[:, 0]
+    logprob = jnp.where(jnp.isneginf(found), -jnp.inf, log_probability(logits, token))
+    best = find(logits, sampling.top_logprobs)
     pos = state.pos + active.astype(jnp.int32)
     rows = jnp.arange(pos.shape[0], dtype=jnp.int32)
     slot = jnp.where(active, pos, state.tokens.shape[1])  # outside, and dropped, for the others
-    last = jnp.any(token[:, None] == stop.ids[None], axis=-1) | (pos + 1 >= stop.length) | ~jnp.isfinite(logprob)
+    last = jnp.any(token[:, None] == ids, axis=-1) | (pos + 1 >= stop.length) | ~jnp.isfinite(logprob)
     return state._replace(
         tokens=state.tokens.at[rows, slot].set(token, mode="drop"),
         logprobs=state.logprobs.at[rows, slot].set(logprob, mode="drop"),
         pos=pos,
         done=state.done | (active & last),
+        likely=jax.tree.map(lambda all_, x: all_.at[rows, slot].set(x, mode="drop"), state.likely, best),
     )
 
 

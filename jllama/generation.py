@@ -18,6 +18,8 @@ from jllama.tokenizer import Tokenizer
 
 _CHUNK_SECONDS = 0.05  # how long a stream may keep a reader waiting for the next piece
 _MAX_CHUNK = 64  # steps between two looks at the text
+_SHORT = 64  # tokens of a prompt that are read again sooner than copied
+_MOST_ANSWERS = 1024  # to one prompt
 _WINDOW = 16  # batches whose prompts are held
 
 
@@ -42,6 +44,18 @@ class Prompt:
         if not isinstance(self.text, str):
             raise ValueError(f"the prompt {quoted(self.text)}: expected a text (str)")
 
+    def variants(self, n: int) -> list[Prompt]:
+        """Return it n times, with seeds that follow its own; without a seed each text is a new one anyway.
+
+        Raises:
+          ValueError: n is no number of answers.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= _MOST_ANSWERS:
+            raise ValueError(f"n = {quoted(n)}: expected an integer from 1 to {_MOST_ANSWERS}")
+        seed = self.settings.seed
+        seeds = [None if seed is None else (seed + i) % 2**64 for i in range(n)]
+        return [dataclasses.replace(self, settings=self.settings.override({"seed": seed})) for seed in seeds]
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -53,6 +67,7 @@ class Completion:
       tokens: the generated ids, without the one that ended the text.
       logprobs: the natural log of the model's probability of each of them, before any sampling setting.
       finish_reason: "stop" (end-of-text token or stop string) or "length" (max_new_tokens, or the context is full).
+      top_logprobs: the most probable ids in the place of each, as many as the setting asks for, with the same logs.
     """
 
     prompt: str
@@ -60,6 +75,7 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
+    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
 class Answer:
@@ -73,8 +89,9 @@ class Answer:
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
         self.finish_reason: Literal["stop", "length"] | None = None
-        self._stop_ids = tokenizer.stop_ids
+        self._stop_ids = prompt.settings.ends(tuple(tokenizer.stop_ids))
         self._decoder = StreamDecoder(tokenizer, ids)
         self._stops = StopStrings(prompt.settings.stop)
         self._read = 0
@@ -90,13 +107,14 @@ class Answer:
 
     def update(self, pool: Pool) -> None:
         """Add the tokens that its row has got."""
-        ids, logprobs = pool.take(self.row)
-        for token, logprob in zip(ids, logprobs, strict=True):
+        ids, logprobs, top = pool.take(self.row)
+        for i, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             if token in self._stop_ids:
                 self._finish("stop")
                 return
             self.tokens.append(token)
             self.logprobs.append(logprob)
+            self.top_logprobs += top[i : i + 1]
             if self._add(self._decoder.feed(token)):
                 self.finish_reason = "stop"
                 return
@@ -124,7 +142,9 @@ class Answer:
     def completion(self) -> Completion:
         """Return the finished text."""
         assert self.finish_reason is not None
-        return Completion(self.prompt.text, self.text, self.tokens, self.logprobs, self.finish_reason)
+        return Completion(
+            self.prompt.text, self.text, self.tokens, self.logprobs, self.finish_reason, self.top_logprobs
+        )
 
 
 class _Chunks:
@@ -192,7 +212,7 @@ def complete(
             return
         pool = pool or Pool(runner, stop_ids, batch_size if more else min(batch_size, len(unfinished)))
         while waiting and pool.free:
-            running += _join(pool, waiting)
+            running += _join(pool, waiting, running)
             running = _update(pool, running, progress)
         while unfinished and unfinished[0].finish_reason is not None:
             yield unfinished.popleft()
@@ -202,11 +222,21 @@ def complete(
             running = _update(pool, running, progress)
 
 
-def _join(pool: Pool, waiting: list[Answer]) -> list[Answer]:
-    """Read the prompts of some answers that wait, the oldest and those that are about as long, and return them."""
+def _join(pool: Pool, waiting: list[Answer], running: list[Answer]) -> list[Answer]:
+    """Read the prompts of some answers that wait, the oldest and those that are about as long, and return them.
+
+    A long prompt that one of `running` has read is copied from there.
+    """
+    first = waiting[0]
+    twin = next((answer for answer in running if answer.ids == first.ids), None)
+    if twin is not None and len(first.ids) > _SHORT and pool.runner.shards == 1:
+        first.join(pool.join([(first.ids, first.prompt.settings)], pool.copy(twin.row)).finish()[0])
+        return [waiting.pop(0)]
     count = min(pool.free, len(waiting))
     # Few at a time are read one by one, so that there are programs for two sizes alone.
     count = count if 2 * count > pool.most else 1
+    if len(first.ids) > _SHORT and any(answer.ids == first.ids for answer in waiting[1:]):
+        count = 1
     group = sorted(waiting, key=lambda answer: abs(len(answer.ids) - len(waiting[0].ids)))[:count]
     rows = pool.join([(answer.ids, answer.prompt.settings) for answer in group]).finish()
     for answer, row in zip(group, rows, strict=True):

@@ -107,7 +107,7 @@ class LLM:
         Args:
           path: the checkpoint.
           config: sizes of a model, or a file of them as in configs/, in place of a checkpoint: its weights are random.
-          tokenizer: the file of its tokenizer, or the folder; None looks in and beside the checkpoint.
+          tokenizer: the file of its tokenizer, the folder, or a model's name; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
           mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `mesh.make_mesh` makes;
@@ -131,10 +131,11 @@ class LLM:
         source = None if path is None else hub.local(path)
         if tokenizer is None and source is None:
             raise ValueError("a config makes random weights, which bring no tokenizer: expected a tokenizer too")
-        beside = Path(tokenizer or source or "")
+        named = hub.is_name(tokenizer)
+        beside = hub.local(str(tokenizer)) if named else Path(tokenizer or source or "")
         # The header of a large vocabulary takes a while: it is read once, for the tokenizer and for the weights.
         header = None if source is None else gguf_file.header_of(source)
-        file = tokenizers.find(beside) if tokenizer is None or beside.is_dir() else beside
+        file = tokenizers.find(beside) if tokenizer is None or named or beside.is_dir() else beside
         found = tokenizers.load(file, header=header if file == source else None)
         model = source or (config if isinstance(config, Config) else from_toml(str(config)))
         params = checkpoint.load(model, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
@@ -156,17 +157,18 @@ class LLM:
         return min(self.params.config.max_seq_len, _SCORE_WINDOW)
 
     def generate(
-        self, prompts: Sequence[str | Prompt], *, batch_size: int = 8, **settings: Unpack[Overrides]
+        self, prompts: Sequence[str | Prompt], *, batch_size: int = 8, n: int = 1, **settings: Unpack[Overrides]
     ) -> list[Completion]:
         """Continue every prompt.
 
         Args:
           prompts: texts, or `Prompt`s, which bring their own settings.
           batch_size: how many prompts share a step.
+          n: how many completions each prompt gets, with the seeds seed, seed + 1, and so on.
           **settings: fields of `Settings`, for the texts.
 
         Returns:
-          One completion a prompt, in order.
+          The n completions of the first prompt, then those of the second, and so on.
 
         Raises:
           ValueError: a wrong setting, or a prompt longer than the context; before any work.
@@ -175,7 +177,8 @@ class LLM:
         if isinstance(prompts, str):
             raise ValueError("prompts is a single string: expected a list of them")
         default = Settings(**settings)
-        requests = [p if isinstance(p, Prompt) else Prompt(p, default) for p in prompts]
+        given = [p if isinstance(p, Prompt) else Prompt(p, default) for p in prompts]
+        requests = [variant for prompt in given for variant in prompt.variants(n)]
         check_batch_size(batch_size)
         answers = [self._answer(request) for request in requests]
         return list(self._complete(iter(answers), batch_size))
@@ -281,6 +284,7 @@ class LLM:
         """
         ids = self.tokenizer.prompt_ids(prompt.text) if prompt.ids is None else list(prompt.ids)
         self.runner.check(ids)
+        self.runner.check_ids([*prompt.settings.logit_bias, *prompt.settings.stop_token_ids])
         return ids
 
     def score(self, text: str) -> Score:

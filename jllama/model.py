@@ -311,13 +311,16 @@ def _write(cache: jax.Array, new: jax.Array, first: jax.Array, number: jax.Array
 
     With `number` into that layer of a cache `[n, B*K, S, H]`.
     """
-    new = new.astype(cache.dtype)
+    dtype, new = cache.dtype, new.astype(cache.dtype)
+    if dtype == jnp.bfloat16:  # XLA's CPU back end would scatter it as float32, in a copy of the whole cache
+        cache, new = cache.view(jnp.uint16), new.view(jnp.uint16)
     if number is not None:
-        rows = lax.broadcasted_iota(jnp.int32, new.shape[:2], 0)
-        slots = first[:, None] + lax.broadcasted_iota(jnp.int32, new.shape[:2], 1)
-        return cache.at[number, rows, slots].set(new, mode="drop")
-    # Vmapped, this compiles to a scatter: updated in place inside the decoding loop, each row at its own position.
-    return jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, jnp.int32(0))))(cache, new, first)
+        row, slot = (lax.broadcasted_iota(jnp.int32, new.shape[:2], axis) for axis in (0, 1))
+        cache = cache.at[number, row, first[:, None] + slot].set(new, mode="drop")
+    else:
+        # Vmapped, this compiles to a scatter: updated in place inside the decoding loop, each row at its own position.
+        cache = jax.vmap(lambda c, x, i: lax.dynamic_update_slice(c, x, (i, jnp.int32(0))))(cache, new, first)
+    return cache.view(dtype)
 
 
 def feed_forward(config: Config, run: Run, layer: Layer, x: jax.Array, number: jax.Array | None) -> jax.Array:

@@ -7,7 +7,8 @@ own row. On a mesh every data shard has as many rows as the others; a row stays 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +19,16 @@ from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START
 from jllama.runner import Runner, block_width, cache_slots, power_of_two
 from jllama.sampling import Sampling
 from jllama.settings import Settings, to_sampling
+
+_STOP_IDS = 128  # of a row; with more there are programs for that
+
+
+class Taken(NamedTuple):
+    """Tokens of a row, as `Completion` has them."""
+
+    ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]  # as many as the ids, or none
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,6 +41,7 @@ class Row:
       limit: the number of tokens, prompt included, at which it is full.
       shard: where it is on a mesh.
       taken: how many of its tokens were handed out, prompt included.
+      stop_ids: the tokens that end it.
       done: whether no more will be generated.
       place: its row in the state, None before its prompt is read and after it has left.
     """
@@ -39,6 +51,7 @@ class Row:
     limit: int
     shard: int
     taken: int
+    stop_ids: tuple[int, ...]
     done: bool = False
     place: int | None = None
 
@@ -63,7 +76,7 @@ class Pool:
         """Make an empty pool; a token of `stop_ids` ends a row."""
         self.most = most
         self.runner = runner
-        self._stop_ids = np.array(stop_ids, np.int32)
+        self._stop_ids = stop_ids
         # int8 rounds a row alone in another way: where there can be others, a row is never alone.
         self._least = 2 if most > 1 and runner.params.embedding.dtype == "int8" else 1
         self._reading: list[Row] = []
@@ -89,18 +102,22 @@ class Pool:
           kept: what a row has left, for a single prompt; it is used up. Only what its ids lack is read.
 
         Raises:
-          ValueError: a prompt that the model can't read.
+          ValueError: a prompt that the model can't read, or token ids in the settings that it hasn't.
         """
         assert 0 < len(prompts) <= self.free
-        for ids, _ in prompts:
+        for ids, settings in prompts:
             self.runner.check(ids)
+            self.runner.check_ids([*settings.logit_bias, *settings.stop_token_ids])
         context = self.runner.params.config.max_seq_len
-        sampling = self.runner.agree(to_sampling([s for _, s in prompts]))  # random seeds, and so the text
+        sampling = self.runner.agree(
+            to_sampling([s for _, s in prompts], [len(ids) for ids, _ in prompts])
+        )  # random seeds
         rows = []
         for i, (ids, settings) in enumerate(prompts):
             mine = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], sampling)
             shard = self._least_used() if kept is None else kept.shard
-            rows.append(Row(ids, mine, min(len(ids) + settings.max_new_tokens, context), shard, len(ids)))
+            limit, ends = min(len(ids) + settings.max_new_tokens, context), settings.ends(self._stop_ids)
+            rows.append(Row(ids, mine, limit, shard, len(ids), ends))
             self._reading.append(rows[-1])
         return Reading(self, rows, kept)
 
@@ -126,19 +143,31 @@ class Pool:
             self._fetch(self.runner.call(DECODE, state, *self._arguments, np.int32(steps)))
         self.runner.timings.decode_tokens += int(self._pos[live].sum() - before)
 
-    def take(self, row: Row) -> tuple[list[int], list[float]]:
+    def take(self, row: Row) -> Taken:
         """Return the ids generated in a row since the last call, and their log-probabilities.
 
         Raises:
           FloatingPointError: the model's logits were not finite.
+          ValueError: no token could follow.
         """
         assert row.place is not None
         new = slice(row.taken, int(self._pos[row.place]) + 1)
         logprobs = self._logprobs[row.place, new]
+        if np.isneginf(logprobs).any():
+            raise ValueError(f"no token can follow at position {new.stop - 1}: min_new_tokens or a grammar leaves none")
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(f"non-finite logits at position {new.stop - 2}: the weights hold NaN or infinity")
         row.taken = new.stop
-        return self._tokens[row.place, new].tolist(), logprobs.tolist()
+        return Taken(self._tokens[row.place, new].tolist(), logprobs.tolist(), self._take_likely(row, new))
+
+    def _take_likely(self, row: Row, new: slice) -> list[list[tuple[int, float]]]:
+        count = int(row.sampling.top_logprobs)
+        if not count or self._likely is None:
+            return []
+        ids, logprobs = (leaf[row.place, new, :count].tolist() for leaf in self._likely)
+        return [
+            [(i, x) for i, x in zip(*place, strict=True) if x > -np.inf] for place in zip(ids, logprobs, strict=True)
+        ]
 
     def end(self, row: Row) -> None:
         """Generate no more in a row, or stop reading its prompt; its place is free."""
@@ -155,16 +184,22 @@ class Pool:
         if place is None or state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             self.end(row)
             return None
-        ids = self._tokens[place, : self._pos[place]].tolist()
-        local, least = self._local, self._least
-        self.end(row)
-        if not self.rows and local == least and place % local == 0:
+        if len(self.rows) == 1 and self._local == self._least and place % self._local == 0:
+            kept = Kept(state, self._tokens[place, : self._pos[place]].tolist(), row.shard)
             self._state = None  # handed over as it is
         else:
-            sources = np.zeros(self.runner.shards * least, np.int32)
-            sources[row.shard * least :][:least] = place % local
-            slots = self._slots_for(len(ids) + 1)
-            state = self.runner.call(REGROUP, state, self.runner.put(sources, ROWS), slots=slots)
+            kept = self.copy(row)
+        self.end(row)
+        return kept
+
+    def copy(self, row: Row) -> Kept:
+        """Return what can be used again of a row that goes on."""
+        assert row.place is not None
+        ids = self._tokens[row.place, : self._pos[row.place]].tolist()
+        sources = np.zeros(self.runner.shards * self._least, np.int32)
+        sources[row.shard * self._least :][: self._least] = row.place % self._local
+        slots = self._slots_for(len(ids) + 1)
+        state = self.runner.call(REGROUP, self._state, self.runner.put(sources, ROWS), slots=slots)
         return Kept(state, ids, row.shard)
 
     def shrink(self) -> None:
@@ -224,7 +259,11 @@ class Pool:
 
     def _fetch(self, state: State) -> None:
         self._state = state
-        self._tokens, self._logprobs, self._pos, done = self.runner.get(state[1:])
+        self._tokens, self._logprobs, self._pos, done = self.runner.get(
+            (state.tokens, state.logprobs, state.pos, state.done)
+        )
+        is_wanted = any(row is not None and row.sampling.top_logprobs for row in self._places)
+        self._likely = self.runner.get(state.likely) if is_wanted else None
         for place, row in enumerate(self._places):
             if row is not None:
                 row.place, row.done = place, row.done or bool(done[place])
@@ -235,7 +274,7 @@ class Pool:
         settings = [(row or anyone).sampling for row in rows]
         sampling = jax.tree.map(lambda *leaves: np.stack(leaves), *settings)
         limits = np.array([1 if row is None else row.limit for row in rows], np.int32)
-        stop = Stop(self._stop_ids, limits, self.runner.banned)  # type: ignore[arg-type]
+        stop = Stop(_stop_ids(rows), limits, self.runner.banned)  # type: ignore[arg-type]
         return self.runner.put(sampling, SAMPLING), self.runner.put(stop, STOP)
 
     def _least_used(self) -> int:
@@ -318,6 +357,12 @@ class Reading:
         while not self.advance():
             pass
         return self.rows
+
+
+def _stop_ids(rows: Iterable[Row | None]) -> np.ndarray:
+    ends = [() if row is None else row.stop_ids for row in rows]
+    width = power_of_two(max(map(len, ends)), _STOP_IDS)
+    return np.array([[*ids, *[-1] * (width - len(ids))] for ids in ends], np.int32)
 
 
 def common_prefix(old: Sequence[int], new: Sequence[int]) -> int:

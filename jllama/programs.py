@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 
 from jllama import decode, executables, rows
 from jllama.decode import State, Stop
+from jllama.likely import Likely
 from jllama.mesh import DATA, MODEL, ROWS, WHOLE, P, mesh_of, part, specs
 from jllama.model import Params
 from jllama.sampling import Sampling
 
 # Where the arguments of the rows lie on a mesh.
-STOP = Stop(ids=WHOLE, length=ROWS, banned=WHOLE)
+STOP = Stop(ids=ROWS, length=ROWS, banned=WHOLE)
 SAMPLING = Sampling(*[ROWS] * len(Sampling._fields))
 
 
@@ -66,7 +67,7 @@ REGROUP = Program(rows.regroup, ("state", "rows"), "state", static="slots")
 def places(params: Params) -> dict[str, Any]:
     """Return where each kind of argument lies on a mesh; a cache is divided by rows and by heads at once."""
     cache = P(None, (DATA, MODEL)) if params.layers[0].stacked else P((DATA, MODEL))
-    state = State(cache=cache, tokens=ROWS, logprobs=ROWS, pos=ROWS, done=ROWS)
+    state = State(cache=cache, tokens=ROWS, logprobs=ROWS, pos=ROWS, done=ROWS, likely=Likely(ROWS, ROWS))
     return {
         "model": specs(params), "state": state, "cache": cache, "stop": STOP, "sampling": SAMPLING,
         "rows": ROWS, "whole": WHOLE,

@@ -29,7 +29,7 @@ def count(path: Path, requests: Iterable[Request], fields: Iterable[str]) -> int
     Args:
       path: the file.
       requests: those that the results are of, in order, and more.
-      fields: that each result has, beside the `id` of a request that has one.
+      fields: that each result has, beside the `id` and `top_logprobs` of those that have them.
 
     Raises:
       ValueError: a line is no result, or that of another prompt.
@@ -48,7 +48,7 @@ def count(path: Path, requests: Iterable[Request], fields: Iterable[str]) -> int
                 result = json.loads(raw)
             except (ValueError, RecursionError):
                 result = None
-            if not isinstance(result, dict) or result.keys() - {"id"} != set(fields):
+            if not isinstance(result, dict) or result.keys() - {"id", "top_logprobs"} != set(fields):
                 raise ValueError(f"{path}, line {found + 1}: no result of such a run: expected {', '.join(fields)}")
             if request is None or (result["prompt"], result.get("id")) != (request.prompt.text, request.id):
                 raise ValueError(

@@ -28,6 +28,7 @@ def place(state: State, new: State, rows: jax.Array) -> State:
         logprobs=state.logprobs.at[rows, :slots].set(new.logprobs, mode="drop"),
         pos=state.pos.at[rows].set(new.pos, mode="drop"),
         done=state.done.at[rows].set(new.done, mode="drop"),
+        likely=jax.tree.map(lambda x, y: x.at[rows, :slots].set(y, mode="drop"), state.likely, new.likely),
     )
 
 
@@ -46,6 +47,7 @@ def regroup(state: State, rows: jax.Array, slots: int) -> State:
         logprobs=_fit(state.logprobs[rows], 1, slots),
         pos=state.pos[rows],
         done=state.done[rows],
+        likely=jax.tree.map(lambda x: _fit(x[rows], 1, slots), state.likely),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,13 @@ class Runner:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens: expected 1 to {config.max_seq_len}, the model's context"
             )
-        if wrong := [i for i in ids if not 0 <= i < config.vocab_size]:
-            raise ValueError(f"token id {wrong[0]}: expected 0 to {config.vocab_size - 1}, the model's vocabulary")
+        self.check_ids(ids)
+
+    def check_ids(self, ids: Iterable[int]) -> None:
+        """Raise ValueError for token ids that the model hasn't."""
+        vocab = self.params.config.vocab_size
+        if wrong := [i for i in ids if not 0 <= i < vocab]:
+            raise ValueError(f"token id {wrong[0]}: expected 0 to {vocab - 1}, the model's vocabulary")
 
     def call(self, program: Program, *args: Any, **static: Any) -> Any:
         """Run a program of `programs` on arrays; it adds the model."""

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jllama.processors import add_biases, penalise_generated, penalise_repetition
+
 _BLOCK = 128  # tokens a block in the draw: about the square root of the vocabulary
 _MIN_TEMPERATURE = 1e-5  # below it the draw is greedy: the arg max is certain, and 1 / temperature still finite
 
@@ -21,7 +23,9 @@ _MIN_TEMPERATURE = 1e-5  # below it the draw is greedy: the arg max is certain, 
 class Sampling(NamedTuple):
     """How each row's next token is chosen; every leaf has the length of the batch.
 
-    The order is: repetition penalty, temperature, top_k, top_p, min_p, draw.
+    The order, as in `transformers`, vLLM and llama.cpp: what can't come at all (a vocabulary's padding, what a grammar
+    doesn't allow, the end before min_new_tokens), logit_bias, repetition penalty, frequency and presence penalty,
+    temperature, top_k, top_p, min_p, draw. Log-probabilities are the model's own, before all of that.
     """
 
     temperature: jax.Array  # float32 [B]: 0 is greedy
@@ -29,6 +33,13 @@ class Sampling(NamedTuple):
     top_p: jax.Array  # float32 [B]: then the fewest whose sum reaches p, at least one; 1 is off, 0 is greedy
     min_p: jax.Array  # float32 [B]: then those of at least min_p times the largest; 0 is off
     repetition_penalty: jax.Array  # float32 [B]: divides a seen token's logit if positive, else multiplies; 1 is off
+    presence_penalty: jax.Array  # float32 [B]: comes off the logit of a token generated before; 0 is off
+    frequency_penalty: jax.Array  # float32 [B]: the same, for each time that it was generated
+    min_new_tokens: jax.Array  # int32 [B]: how many tokens come before one may end the row
+    top_logprobs: jax.Array  # int32 [B]: how many of the most probable tokens are wanted in each place; 0 is off
+    start: jax.Array  # int32 [B]: the tokens of the prompt, which were not generated
+    bias_ids: jax.Array  # int32 [B, N]: tokens that have a bias; what is no token pads
+    biases: jax.Array  # float32 [B, N]: what is added to their logits
     seed: jax.Array  # uint32 [B, 2]: the two words of a random key
 
 
@@ -38,13 +49,13 @@ def sample(logits: jax.Array, sampling: Sampling, tokens: jax.Array, pos: jax.Ar
     Args:
       logits: float32 `[B, V]`, finite, or -inf for tokens that must not come (a grammar's, padding), but not for all.
       sampling: the settings of each row.
-      tokens: int32 `[B, S]`, the ids of each row by position: what the repetition penalty looks at.
+      tokens: int32 `[B, S]`, the ids of each row by position: what the penalties look at.
       pos: int32 `[B]`, the position of the last known token; with the seed it decides the draw.
 
     Returns:
       int32 `[B]`. With temperature 0 the largest logit, the lowest id where several are equal.
     """
-    logits = _penalise(logits, sampling.repetition_penalty, tokens, pos)
+    logits = process(logits, sampling, tokens, pos)
     token: jax.Array = lax.cond(
         jnp.any(sampling.temperature >= _MIN_TEMPERATURE),
         lambda: jnp.where(sampling.temperature < _MIN_TEMPERATURE, argmax(logits), _draw(logits, sampling, pos)),
@@ -53,8 +64,17 @@ def sample(logits: jax.Array, sampling: Sampling, tokens: jax.Array, pos: jax.Ar
     return token
 
 
+def process(logits: jax.Array, sampling: Sampling, tokens: jax.Array, pos: jax.Array) -> jax.Array:
+    """Apply each row's biases and penalties to its logits, float32 `[B, V]`."""
+    logits = add_biases(logits, sampling.bias_ids, sampling.biases)
+    logits = penalise_repetition(logits, sampling.repetition_penalty, tokens, pos)
+    return penalise_generated(
+        logits, sampling.frequency_penalty, sampling.presence_penalty, tokens, sampling.start, pos
+    )
+
+
 def probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Compute the distribution that `sample` draws from, without the penalty: float32 `[B, V]`, rows sum to 1."""
+    """Compute the distribution that `sample` draws from after `process`: float32 `[B, V]`, rows sum to 1."""
     greedy = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=jnp.float32)
     weights = jnp.where((sampling.temperature < _MIN_TEMPERATURE)[:, None], greedy, _weights(logits, sampling))
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -65,23 +85,6 @@ def argmax(x: jax.Array) -> jax.Array:
     # Two vectorised reductions: XLA's own argmax compares one element at a time, 8 times slower on CPU.
     ids = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, x.shape[-1]), axis=-1)
-
-
-def _penalise(logits: jax.Array, penalty: jax.Array, tokens: jax.Array, pos: jax.Array) -> jax.Array:
-    """Make the tokens that a row has seen less probable.
-
-    Source: Keskar et al., CTRL, arXiv 1909.05858, with the sign rule of `transformers`.
-    """
-
-    def penalise() -> jax.Array:
-        rows = lax.broadcasted_iota(jnp.int32, tokens.shape, 0)
-        known = lax.broadcasted_iota(jnp.int32, tokens.shape, 1) <= pos[:, None]
-        seen = jnp.zeros(logits.shape, bool).at[rows, jnp.where(known, tokens, logits.shape[1])].set(True, mode="drop")
-        scaled = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
-        return jnp.where(seen, scaled, logits)
-
-    result: jax.Array = lax.cond(jnp.any(penalty != 1.0), penalise, lambda: logits)
-    return result
 
 
 def _weights(logits: jax.Array, sampling: Sampling) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from jllama.errors import listed, quoted, shown
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from jllama.sampling import Sampling
 
 _INT32 = 2**31 - 1
+_MOST_BIASES = 1024  # for a prompt: all settings have arrays of one shape, so that none of them compiles anything
+_MOST_STOP_IDS = 64
+MOST_LIKELY = 20  # tokens in each place of `Completion.top_logprobs`
 
 
 class Overrides(TypedDict, total=False):
@@ -25,18 +28,26 @@ class Overrides(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_new_tokens: int
+    top_logprobs: int
     seed: int | None
     stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
 
 
 class About(NamedTuple):
     """What there is to know of a setting, in its field's metadata under "about"."""
 
-    kind: type  # int, float or str, of which there are several
+    kind: type  # int, float, bool or str
     allows: Callable[[Any], bool]  # whether a value of that kind will do
     expected: str  # what to give, for messages
     help: str  # what it does, for people
     dtype: str | None = None  # that of its array in `Sampling`, where it is in there as it is
+    several: type | None = None  # tuple: a list of that kind; dict: token ids of that kind, and numbers
 
 
 def _int(default: int | None, low: int, high: int, expected: str, help: str, dtype: str | None = None) -> Any:
@@ -49,8 +60,21 @@ def _float(default: float, low: float, high: float, expected: str, help: str) ->
     return dataclasses.field(default=default, metadata={"about": about})
 
 
-def _strings(expected: str, help: str) -> Any:
-    return dataclasses.field(default=(), metadata={"about": About(str, bool, expected, help)})
+def _bool(help: str) -> Any:
+    return dataclasses.field(default=False, metadata={"about": About(bool, lambda x: True, "true or false", help)})
+
+
+def _list(kind: type, allows: Callable[[Any], bool], most: int, expected: str, help: str) -> Any:
+    about = About(kind, lambda x: len(x) <= most and all(map(allows, x)), expected, help, several=tuple)
+    return dataclasses.field(default=(), metadata={"about": about})
+
+
+def _biases(most: int, expected: str, help: str) -> Any:
+    def allows(biases: dict[int, float]) -> bool:
+        return len(biases) <= most and all(0 <= i <= _INT32 and -100 <= x <= 100 for i, x in biases.items())
+
+    about = About(int, allows, expected, help, several=dict)
+    return dataclasses.field(default_factory=dict, hash=False, metadata={"about": about})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,10 +119,50 @@ class Settings:
         "a number from 0.001 to 1000, 1 being off",
         "above 1: repeat tokens of the prompt and the text so far less; 1: off",
     )
+    presence_penalty: float = _float(
+        0.0,
+        -2.0,
+        2.0,
+        "a number from -2 to 2, 0 being off",
+        "taken off the logits of tokens that were generated before; 0: off",
+    )
+    frequency_penalty: float = _float(
+        0.0,
+        -2.0,
+        2.0,
+        "a number from -2 to 2, 0 being off",
+        "taken off a token's logit for each time that it was generated before; 0: off",
+    )
+    logit_bias: Mapping[int, float] = _biases(
+        _MOST_BIASES,
+        f"token ids, at most {_MOST_BIASES} of them, each with a number from -100 to 100",
+        "is added to the logit of a token: ID:BIAS, from -100 to 100",
+    )
+    min_new_tokens: int = _int(
+        0, 0, _INT32, f"an integer from 0 to {_INT32}", "no token ends the text before so many were generated", "int32"
+    )
+    top_logprobs: int = _int(
+        0,
+        0,
+        MOST_LIKELY,
+        f"an integer from 0 (off) to {MOST_LIKELY}",
+        "tell the most probable tokens in each place, so many, with their log-probabilities; 0: off",
+        "int32",
+    )
     seed: int | None = _int(
         None, -(2**63), 2**64 - 1, "an integer of 64 bits", "same seed, same text; None: a new text every time"
     )
-    stop: Sequence[str] = _strings("a list of strings, none of them empty", "end the text before any of these strings")
+    stop: Sequence[str] = _list(
+        str, bool, _INT32, "a list of strings, none of them empty", "end the text before any of these strings"
+    )
+    stop_token_ids: Sequence[int] = _list(
+        int,
+        lambda x: 0 <= x <= _INT32,
+        _MOST_STOP_IDS,
+        f"a list of at most {_MOST_STOP_IDS} token ids",
+        "end the text before any of these tokens",
+    )
+    ignore_eos: bool = _bool("go on after the tokens with which the model ends a text")
 
     def __post_init__(self) -> None:
         problems = []
@@ -110,6 +174,10 @@ class Settings:
             object.__setattr__(self, field.name, found)
         if problems:
             raise ValueError(listed(problems))
+
+    def ends(self, of_model: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens that end the text, where those of the model are `of_model`."""
+        return (*self.stop_token_ids, *(() if self.ignore_eos else of_model))
 
     def override(self, fields: dict[str, Any]) -> Settings:
         """Return these settings with some fields replaced.
@@ -128,20 +196,52 @@ _WRONG = object()
 
 def _plain(value: Any, about: About, *, optional: bool) -> Any:
     """Return a value as Python's own, `_WRONG` where it isn't allowed."""
-    if about.kind is str:
-        strings = (value,) if isinstance(value, str) else value
-        is_list = isinstance(strings, Sequence) and not isinstance(strings, bytes)
-        return strings if is_list and all(isinstance(s, str) and about.allows(s) for s in strings) else _WRONG
     if value is None and optional:
         return None
-    number = numbers.Integral if about.kind is int else numbers.Real
-    if isinstance(value, bool) or not isinstance(value, number) or not about.allows(value):
+    if about.several is tuple:
+        found: Any = _items((value,) if isinstance(value, str) else value, about.kind)
+    elif about.several is dict:
+        found = _pairs(value)
+    else:
+        found = _one(value, about.kind)
+    return found if found is not _WRONG and about.allows(found) else _WRONG
+
+
+def _one(value: Any, kind: type) -> Any:
+    accepted = {bool: bool, str: str, int: numbers.Integral, float: numbers.Real}[kind]
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         return _WRONG
-    return about.kind(value)
+    try:
+        return kind(value)
+    except OverflowError:  # no float is as large
+        return _WRONG
 
 
-def to_sampling(rows: Sequence[Settings]) -> Sampling:
-    """Gather the sampling settings of a batch; a seed of None becomes a random one."""
+def _items(values: Any, kind: type) -> Any:
+    if not isinstance(values, Sequence) or isinstance(values, bytes):
+        return _WRONG
+    found = tuple(_one(value, kind) for value in values)
+    return _WRONG if _WRONG in found else found
+
+
+def _pairs(value: Any) -> Any:
+    """Return a mapping, or pairs, of ids and numbers; JSON has the ids as strings."""
+    try:
+        given = dict(value)
+    except (TypeError, ValueError):
+        return _WRONG
+    ids = [int(i) if isinstance(i, str) and i.isascii() and i.isdecimal() and len(i) < 11 else i for i in given]
+    found = {_one(i, int): _one(x, float) for i, x in zip(ids, given.values(), strict=True)}
+    return _WRONG if _WRONG in found or _WRONG in found.values() else found
+
+
+def to_sampling(rows: Sequence[Settings], lengths: Sequence[int] | None = None) -> Sampling:
+    """Gather the sampling settings of a batch; a seed of None becomes a random one.
+
+    Args:
+      rows: the settings.
+      lengths: the tokens of each prompt, which are not counted as generated; None: 0.
+    """
     import numpy as np  # not at the top, because --help wants the settings alone
 
     from jllama.sampling import Sampling
@@ -151,7 +251,15 @@ def to_sampling(rows: Sequence[Settings]) -> Sampling:
 
     dtypes = {field.name: field.metadata["about"].dtype for field in dataclasses.fields(Settings)}
     seeds = [secrets.randbits(64) if row.seed is None else row.seed % 2**64 for row in rows]
+    bias_ids = np.full((len(rows), _MOST_BIASES), _INT32, np.int32)  # outside of every vocabulary
+    biases = np.zeros(bias_ids.shape, np.float32)
+    for i, row in enumerate(rows):
+        bias_ids[i, : len(row.logit_bias)] = list(row.logit_bias)
+        biases[i, : len(row.logit_bias)] = list(row.logit_bias.values())
     return Sampling(
         **{name: array(name, dtype) for name, dtype in dtypes.items() if dtype},
+        start=np.array([0] * len(rows) if lengths is None else lengths, np.int32),  # type: ignore[arg-type]
+        bias_ids=bias_ids,  # type: ignore[arg-type]
+        biases=biases,  # type: ignore[arg-type]
         seed=np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32),  # type: ignore[arg-type]
     )

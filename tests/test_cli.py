@@ -1,5 +1,6 @@
 """The command line: what goes to stdout and stderr, and what an error looks like."""
 
+import gc
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 from console import MAIN, Run, error, write_model
 from trained import write_tokenizer
 
+from jllama.cli import perplexity
 from jllama.cli.flags import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,15 +128,36 @@ def test_perplexity(run: Run, shared: Path, tmp_path: Path) -> None:
     )
     code, out, _ = run(*flags)
     pattern = r"float32: perplexity ([\d.]+), ([\d.]+) bits a byte, (\d+) tokens in windows of 512\n"
-    perplexity, bits, tokens = map(float, re.fullmatch(pattern, out).groups())
+    found, bits, tokens = map(float, re.fullmatch(pattern, out).groups())
     assert code == 0
-    assert abs(np.log2(perplexity) * tokens / len(text.encode()) - bits) < 1e-3
-    assert 3 < perplexity < 5
+    assert abs(np.log2(found) * tokens / len(text.encode()) - bits) < 1e-3
+    assert 3 < found < 5
     code, out, _ = run(*flags, "--dtype=int8")
     assert re.match(
         r"int8: perplexity [\d.]+.*\nfloat32: perplexity [\d.]+.*\ngreedy agreement with float32: 9\d\.\d+%\n$", out
     )
     assert "expected --prompt_file" in error(run(*flags[:2]))
+
+
+def test_perplexity_never_holds_two_models(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, weights, held = perplexity.load, perplexity.weights, []
+
+    def loaded():
+        llm, seconds = load()
+        held.append(weakref.ref(llm))
+        return llm, seconds
+
+    def compared(dtype: str):
+        gc.collect()
+        held.append(held[0]())
+        return weights(dtype)
+
+    monkeypatch.setattr(perplexity, "load", loaded)
+    monkeypatch.setattr(perplexity, "weights", compared)
+    code, out, _ = run(f"--checkpoint={model}", "--mode=perplexity", "--dtype=int8", "--prompt=one two")
+    assert code == 0
+    assert "greedy agreement" in out
+    assert held[1] is None
 
 
 def test_save_and_load_again(run: Run, shared: Path, tmp_path: Path) -> None:

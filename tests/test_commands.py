@@ -57,7 +57,7 @@ def test_words_stand_for_flags(run: Run, model: Path, tmp_path: Path) -> None:
         (["convert", "MODEL", "x", "--save_form=huggingface", "--save_version=1"], "--save_version"),
         (["--save_version=1"], "--save_version goes with convert"),
         (["run", "MODEL", "--prompt=a", "--prompt=b", "--noecho"], "--echo is for a single prompt"),
-        (["rum", "MODEL"], "unexpected argument 'rum': did you mean run?"),
+        (["chta", "MODEL"], "unexpected argument 'chta': did you mean chat?"),
         (["run", "nosuch.gguf"], "nosuch.gguf: no such file or folder"),
         (["run", "owner/name"], "it would be hf://owner/name"),
         (["run", "/dev/null"], "a pipe or device"),

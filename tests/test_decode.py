@@ -11,10 +11,12 @@ import pytest
 import tiny
 
 from jllama import decode
+from jllama.config import Config
 from jllama.decode import Stop, generate, start
 from jllama.pool import Pool
 from jllama.programs import DECODE, READ_PROMPT
-from jllama.runner import Runner
+from jllama.run import Run
+from jllama.runner import Runner, block_width
 from jllama.settings import Settings
 
 NONE = jnp.array([-1], jnp.int32)
@@ -200,9 +202,9 @@ def test_padding_that_nobody_asked_for_reaches_no_row() -> None:
         assert found[n : n + 4].tolist() == oracle_greedy(weights, params.config, row[:n], 4)
 
 
-def programs(rows: int, slots: int = 256):
+def programs(rows: int, slots: int = 256, kv_dtype: str = "float32"):
     """Compile the two programs of a small model; returns them, the decode state's shapes and the config."""
-    params, _ = tiny.model("gqa")
+    params = tiny.running(tiny.model("gqa")[0], Run(kv_dtype=kv_dtype))
     length = jnp.full(rows, 4, jnp.int32)
     stop = Stop(NONE, length + 10)
     state = start(params, jnp.zeros((rows, slots), jnp.int32), length, stop)
@@ -223,6 +225,25 @@ def test_the_compiled_loop_updates_the_cache_in_place(rows: int) -> None:
     leaf = state.cache.k[0].nbytes
     assert loop.memory_analysis().temp_size_in_bytes < 2 * leaf  # no second cache of 2 * n_layers leaves
     assert loop.memory_analysis().alias_size_in_bytes >= leaf * 2 * config.n_layers  # donated and reused
+
+
+def test_bfloat16_keys_and_values_take_no_more_memory_than_float32_without_kernels() -> None:
+    taken = {}
+    for kv_dtype in ("float32", "bfloat16"):
+        _, loop, state, _ = programs(2, 2048, kv_dtype)
+        cache = sum(leaf.nbytes for leaf in state.cache.k + state.cache.v)
+        taken[kv_dtype] = cache + loop.memory_analysis().temp_size_in_bytes
+    assert taken["bfloat16"] < 1.1 * taken["float32"]
+
+
+def test_the_memory_of_reading_a_long_prompt_is_bounded() -> None:
+    slots, config = 2**17, Config(64, 64, 1, 32, 8, 97, 2**17, head_dim=128)  # the heads of Llama 3.1 8B
+    params = tiny.params(oracle.random_weights(config, tied=True), config)
+    stop = Stop(NONE, jnp.full(1, slots, jnp.int32))
+    state = jax.eval_shape(start, params, jnp.zeros((1, slots), jnp.int32), jnp.full(1, slots - 1, jnp.int32), stop)
+    width = block_width(1, slots - 1, slots * config.n_heads)
+    read = READ_PROMPT.jitted.lower(params, state, tiny.greedy(1), stop, np.int32(0), width=width).compile()
+    assert read.memory_analysis().temp_size_in_bytes < 2**30  # one block of 512 tokens would have 2**31 scores
 
 
 def test_small_updates_in_a_loop_do_not_rewrite_the_buffer() -> None:

@@ -1,6 +1,7 @@
 """Checkpoints by their address on the Hugging Face Hub, from a cache made here; nothing is fetched."""
 
 import dataclasses
+import hashlib
 import sys
 from pathlib import Path
 
@@ -8,12 +9,15 @@ import gguf_writer
 import hf
 import oracle
 import pytest
+from console import Run, error
 
 from jllama import LLM, checkpoint
 from jllama.checkpoint import CheckpointError, hub
+from jllama.checkpoint.catalog import ADDRESSES
 from jllama.config import Config
 
 SMALL = Config(dim=16, hidden_dim=24, n_layers=1, n_heads=2, n_kv_heads=2, vocab_size=40, max_seq_len=16)
+COMMIT = "c" * 40
 REVISIONS = {"main": "a" * 40, "v1": "b" * 40}
 
 
@@ -55,7 +59,7 @@ def test_an_address_is_a_folder_of_the_cache(cache: Path, address: str, name: st
 
 def test_what_is_not_in_the_cache_is_named(cache: Path) -> None:
     for address in ("hf://owner/other", "hf://owner/tiny.model@v2"):
-        with pytest.raises(CheckpointError, match=f"{address}: cannot be fetched: ") as e:
+        with pytest.raises(CheckpointError, match=f"{address}: cannot be fetched from huggingface.co: ") as e:
             checkpoint.load(address)
         assert "\n" not in str(e.value)
 
@@ -208,3 +212,58 @@ def test_only_what_is_read_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
     assert hub.local("hf://a/b") == tmp_path
+
+
+@pytest.fixture
+def qwen(cache: Path) -> Path:
+    """Add a file of the catalogue to the cache, laid out as the library does; returns the repository's folder."""
+    repository = cache.parent / "models--Qwen--Qwen3-0.6B-GGUF"
+    for folder in ("refs", "blobs", f"snapshots/{COMMIT}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs/main").write_text(COMMIT)
+    blob = repository / "blobs" / hashlib.sha256(b"a model").hexdigest()
+    blob.write_bytes(b"a model")
+    (repository / f"snapshots/{COMMIT}/Qwen3-0.6B-Q8_0.gguf").symlink_to(blob)
+    return repository
+
+
+def test_a_name_of_the_catalogue_is_pulled_listed_and_removed(run: Run, qwen: Path) -> None:
+    path = qwen / f"snapshots/{COMMIT}/Qwen3-0.6B-Q8_0.gguf"
+    assert hub.local("qwen3:0.6b") == path
+    assert run("pull", "qwen3:0.6b")[:2] == (0, f"{path}\n")
+    assert run("pull", "hf://owner/tiny.model@v1")[0] == 0
+    lines = {line.split()[0]: line.split()[1:] for line in run("list")[1].splitlines()}
+    assert lines["qwen3:0.6b"] == ["0.00", "GB", "hf://Qwen/Qwen3-0.6B-GGUF:Q8_0"]
+    assert lines["hf://owner/tiny.model"] == ["0.00", "GB"]
+    assert lines["stories"][1] == "GB"
+    assert lines["qwen3:8b"] == ["hf://Qwen/Qwen3-8B-GGUF:Q4_K_M"]
+    assert run("rm", "qwen3:0.6b")[0] == 0
+    assert not path.exists()
+    assert "not in the cache; there are: hf://owner/tiny.model" in error(run("rm", "qwen3:0.6b"))
+    assert run("rm", "hf://owner/tiny.model")[0] == 0
+    assert "not in the cache; there are: none" in error(run("rm", "hf://owner/tiny.model"))
+
+
+def test_a_damaged_file_is_pulled_again(run: Run, qwen: Path) -> None:
+    (blob,) = (qwen / "blobs").iterdir()
+    blob.write_bytes(b"a modem")
+    assert f"expected {blob.name}; pull it again" in error(run("pull", "qwen3:0.6b"))
+    assert not blob.exists()
+    assert "hf://Qwen/Qwen3-0.6B-GGUF:Q8_0: " in error(run("pull", "qwen3:0.6b"))
+
+
+@pytest.mark.parametrize("name", ["stories", "qwen3:7b", "model.gguf"])
+def test_only_what_lies_on_the_hub_is_pulled(run: Run, name: str) -> None:
+    assert f"{name}: expected a model to pull: hf://owner/name, or one of gemma3:1b" in error(run("pull", name))
+
+
+def test_every_name_of_the_catalogue_stands_for_one_file() -> None:
+    for name, address in ADDRESSES.items():
+        assert hub.is_name(name)
+        assert address == f"hf://{hub.repository(address)}:{address.rpartition(':')[2]}"
+
+
+def test_without_a_cache_nothing_is_listed_as_here(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache / "nowhere"))
+    code, out, _ = run("list")
+    assert (code, "hf://owner/tiny.model" in out, "qwen3:0.6b" in out) == (0, False, True)

@@ -50,6 +50,11 @@ def product(w: tuple[jax.Array, ...], x: Array | jax.Array, layer: int | None = 
     return np.asarray(dot(*w, jnp.asarray(x), number))
 
 
+@pytest.mark.skipif(os.environ.get("JLLAMA_EXPECT") != "native", reason="JLLAMA_EXPECT=native doesn't ask for kernels")
+def test_where_kernels_are_expected_they_run() -> None:
+    assert kernels.available(), kernels.explain()
+
+
 needs = {
     dtype: pytest.param(
         dtype, marks=pytest.mark.skipif(not kernels.has(dtype), reason=f"no kernel: {kernels.explain()}")

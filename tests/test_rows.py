@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jllama.decode import State
+from jllama.likely import Likely
 from jllama.model import Cache
 from jllama.rows import place, regroup
 
@@ -20,7 +21,8 @@ def numbered(rows: int, slots: int, first: int, lead: tuple[int, ...]) -> State:
 
     cache = Cache(k=(array(*lead, rows * K, slots, H),), v=(-array(*lead, rows * K, slots, H),))
     pos = jnp.asarray(np.arange(rows, dtype=np.int32) % slots)
-    return State(cache, array(rows, slots, dtype=np.int32), array(rows, slots), pos, jnp.arange(rows) % 2 == 0)
+    likely = Likely(array(rows, slots, 20, dtype=np.int32), array(rows, slots, 20))
+    return State(cache, array(rows, slots, dtype=np.int32), array(rows, slots), pos, jnp.arange(rows) % 2 == 0, likely)
 
 
 def by_row(state: State) -> list[list[np.ndarray]]:
@@ -31,7 +33,7 @@ def by_row(state: State) -> list[list[np.ndarray]]:
         leaves = [
             np.moveaxis(np.asarray(x)[..., row * K : (row + 1) * K, :, :], -2, 0) for x in jax.tree.leaves(state.cache)
         ]
-        found.append([*leaves, *(np.asarray(x)[row] for x in state[1:])])
+        found.append([*leaves, *(np.asarray(x)[row] for x in jax.tree.leaves(state[1:]))])
     return found
 
 

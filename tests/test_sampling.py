@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllama import sampling
-from jllama.settings import Overrides, Settings, to_sampling
+from jllama import likely, processors, sampling
+from jllama.settings import MOST_LIKELY, Overrides, Settings, to_sampling
 
 
 def settings(rows: int = 1, **fields: object) -> sampling.Sampling:
@@ -126,12 +126,13 @@ def test_filters_that_are_off_change_no_draw() -> None:
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    logits = jnp.array(np.random.default_rng(3).normal(0, 2, (6, 500)), jnp.float32)
+    logits = jnp.array(np.random.default_rng(3).normal(0, 2, (9, 500)), jnp.float32)
     rows = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"repetition_penalty": 1.5}]
+    rows += [{"logit_bias": {7: 9.0}}, {"presence_penalty": 2.0}, {"frequency_penalty": -2.0}]
     mixed = to_sampling([Settings(**{"temperature": 1.0, "top_p": 1.0, "seed": i} | row) for i, row in enumerate(rows)])
-    tokens, pos = jnp.arange(60, dtype=jnp.int32).reshape(6, 10), jnp.arange(6, dtype=jnp.int32)
+    tokens, pos = jnp.arange(90, dtype=jnp.int32).reshape(9, 10), jnp.arange(9, dtype=jnp.int32)
     together = sample(logits, mixed, tokens, pos)
-    for i in range(6):
+    for i in range(9):
         one = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], mixed)
         assert together[i] == sample(logits[i : i + 1], one, tokens[i : i + 1], pos[i : i + 1])[0]
 
@@ -198,6 +199,13 @@ def test_log_probability() -> None:
         ("repetition_penalty", [0, -1, float("inf")]),
         ("max_new_tokens", [-1, 2**40, 1.0]),
         ("seed", [2**64, -(2**63) - 1, 0.5]),
+        ("presence_penalty", [-2.1, 3, float("nan")]),
+        ("frequency_penalty", [2.5, None]),
+        ("logit_bias", [{1: 101}, {-1: 0}, {"a": 1}, {1: None}, {1.5: 1}, 7, "ab", dict.fromkeys(range(1025), 1)]),
+        ("min_new_tokens", [-1, 0.5]),
+        ("top_logprobs", [-1, 21, True]),
+        ("stop_token_ids", [[-1], ["a"], 7, "7", [True], list(range(65))]),
+        ("ignore_eos", [1, None, "yes"]),
         ("stop", [[""], [1], 7, b"ab", None, [b"a"]]),
     ],
 )
@@ -221,7 +229,7 @@ def test_numpy_numbers_are_numbers() -> None:
     )
     plain = Settings(max_new_tokens=3, temperature=0.5, top_k=7, top_p=1.0, seed=-1)
     assert numpy == plain
-    assert {type(value) for value in dataclasses.asdict(numpy).values()} == {int, float, tuple}
+    assert {type(value) for value in dataclasses.asdict(numpy).values()} == {int, float, bool, tuple, dict}
     assert json.dumps(dataclasses.asdict(numpy)) == json.dumps(dataclasses.asdict(plain))
 
 
@@ -230,6 +238,7 @@ def test_overrides_are_the_settings() -> None:
     hints = get_type_hints(Settings)
     assert get_type_hints(Overrides) == hints
     kinds = {name: typing.get_args(hint)[0] if typing.get_args(hint) else hint for name, hint in hints.items()}
+    assert likely.MOST == MOST_LIKELY
     assert {field.name: field.metadata["about"].kind for field in dataclasses.fields(Settings)} == kinds
 
 
@@ -255,3 +264,60 @@ def test_a_masked_token_is_never_chosen(fields: dict[str, float], allowed: list[
     assert set(draw(logits, 2000, **fields, repetition_penalty=1.3)) <= set(allowed)
     if not fields:
         assert set(draw(logits, 2000)) == set(allowed)
+
+
+def test_the_whole_order_against_transformers() -> None:
+    """Data of tools/sampling_references.py, in float64."""
+    data = np.load(Path(__file__).parent / "data" / "sampling.npz")
+    bias = dict(zip(data["bias_ids"].tolist(), data["biases"].tolist(), strict=True))
+    prompt = int(data["prompt"])
+    rows = [
+        Settings(
+            logit_bias=bias if has_bias else {},
+            repetition_penalty=repetition,
+            frequency_penalty=frequency,
+            presence_penalty=presence,
+            temperature=temperature,
+            top_k=int(top_k),
+            top_p=top_p,
+            min_p=min_p,
+            min_new_tokens=int(least),
+        )
+        for has_bias, repetition, frequency, presence, temperature, top_k, top_p, min_p, least in data["cases"]
+    ]
+    x = to_sampling(rows, [prompt] * len(rows))
+    tokens, pos = jnp.array(data["ids"]), jnp.full(len(rows), data["ids"].shape[1] - 1, jnp.int32)
+    ends = jnp.tile(jnp.array(data["ends"], jnp.int32)[None], (len(rows), 1))
+    logits = processors.forbid(jnp.array(data["logits"]), ends, pos + 1 - x.start < x.min_new_tokens)
+    found = probabilities(sampling.process(logits, x, tokens, pos), x)
+    np.testing.assert_allclose(found, data["probabilities"], atol=2e-6)
+
+
+def test_biases_and_penalties_of_generated_tokens() -> None:
+    """By hand: tokens at positions 0 and 1 are the prompt's, those at 2 to 4 were generated, 5 is not known yet."""
+    logits = jnp.array([[1.0, -1.0, 2.0, -jnp.inf, 0.0]], jnp.float32)
+    tokens, pos = jnp.array([[0, 3, 2, 2, 1, 4]], jnp.int32), jnp.array([4], jnp.int32)
+
+    def processed(**fields: object) -> list[float]:
+        rows = to_sampling([Settings(**fields)], [2])
+        return sampling.process(logits, rows, tokens, pos)[0].tolist()
+
+    low = float("-inf")
+    assert processed() == [1.0, -1.0, 2.0, low, 0.0]
+    assert processed(frequency_penalty=0.5) == [1.0, -1.5, 1.0, low, 0.0]
+    assert processed(presence_penalty=0.5) == [1.0, -1.5, 1.5, low, 0.0]
+    assert processed(presence_penalty=-0.5, frequency_penalty=1.0) == [1.0, -1.5, 0.5, low, 0.0]
+    assert processed(logit_bias={4: 3.5, "0": -100, 3: 100, 77: 1}) == [-99.0, -1.0, 2.0, low, 3.5]
+    assert processed(logit_bias={1: 3.0}, repetition_penalty=2.0) == [0.5, 1.0, 1.0, low, 0.0]  # the bias comes first
+
+
+def test_likely_tokens() -> None:
+    logits = np.random.default_rng(6).normal(0, 4, (2, 50)).astype(np.float32)
+    found = likely.find(jnp.array(logits), jnp.array([3, 0], jnp.int32))
+    x = logits.astype(np.float64)
+    order = np.argsort(-x, axis=-1)[:, : likely.MOST]
+    np.testing.assert_array_equal(found.ids, order)
+    logs = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    np.testing.assert_allclose(found.logprobs, np.take_along_axis(logs, order, -1), atol=1e-5)
+    few = likely.find(jnp.array([[0.0, 0.0, -jnp.inf]], jnp.float32), jnp.array([20], jnp.int32))
+    np.testing.assert_allclose(few.logprobs[0, :4], [np.log(0.5), np.log(0.5), -np.inf, -np.inf])

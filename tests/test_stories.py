@@ -50,6 +50,14 @@ def test_a_prompt_is_continued(run: Run) -> None:
     assert len(out) > 100
 
 
+def test_its_name_stands_for_its_tokenizer_too(run: Run, tmp_path: Path) -> None:
+    model = shutil.copy(hub.local("stories"), tmp_path)
+    flags = ("--prompt=The little robot", "--seed=1", "--max_new_tokens=8")
+    found = run(f"--checkpoint={model}", "--tokenizer=stories", *flags)
+    assert found[:2] == run(*flags)[:2]
+    assert found[0] == 0
+
+
 def test_it_knows_how_stories_go() -> None:
     llm = LLM.load("stories", dtype="float32")
     assert llm.score(STORY).bits_per_byte < 0.9

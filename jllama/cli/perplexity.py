@@ -23,12 +23,14 @@ def main() -> None:
     llm, load_seconds = load()
     score = llm.score(text)
     _print_score(llm, score)
-    if llm.dtype != "float32":
-        exact = LLM(weights("float32"), llm.tokenizer, compile_cache=folders.for_programs(FLAGS.compile_cache))
+    output.timings(llm, load_seconds, verbose=FLAGS.verbose)
+    tokenizer, dtype = llm.tokenizer, llm.dtype
+    del llm  # a model in float32 may be all that there is room for
+    if dtype != "float32":
+        exact = LLM(weights("float32"), tokenizer, compile_cache=folders.for_programs(FLAGS.compile_cache))
         expected = exact.score(text)
         _print_score(exact, expected)
         print(f"greedy agreement with float32: {np.mean(score.best == expected.best):.2%}")
-    output.timings(llm, load_seconds, verbose=FLAGS.verbose)
 
 
 def _print_score(llm: LLM, score: Score) -> None:
