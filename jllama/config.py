@@ -150,7 +150,7 @@ class Config:
             problems += self.rope_scaling.problems()
             if isinstance(self.rope_scaling, rope.Yarn) and self.rope_theta == 1:
                 problems.append("rope_theta = 1: YaRN's formula has no pairs to tell apart then")
-        if not problems and isinstance(self.rope_scaling, rope.Divided):
+        if not problems and isinstance(self.rope_scaling, rope.Divided | rope.LongRope):
             found, expected = len(self.rope_scaling.divisors), self.rotated_dim // 2
             problems += [f"rope_scaling has {found} divisors, expected {expected}"] if found != expected else []
         for name, kind in get_type_hints(Config).items():
@@ -196,6 +196,21 @@ class Config:
     def kv_dim(self) -> int:
         """Width of all key (or value) heads together, K * H."""
         return self.n_kv_heads * self.head_dim
+
+
+def with_context(config: Config, context: int) -> Config:
+    """Give a model a context of so many tokens, of its own at most; with longrope that chooses the factors.
+
+    Raises:
+      ConfigError: it has no such context.
+    """
+    scaling = config.rope_scaling
+    longest = scaling.longest if isinstance(scaling, rope.LongRope) else config.max_seq_len
+    if not 1 <= context <= longest or config.position == "learned":
+        raise ConfigError(f"context = {context}: expected 1 to {longest} tokens, and rotary positions")
+    if isinstance(scaling, rope.LongRope):
+        scaling = dataclasses.replace(scaling, is_long=context > scaling.original_max_seq_len)
+    return dataclasses.replace(config, max_seq_len=context, rope_scaling=scaling)
 
 
 # The switches of GPT-2.

@@ -1,6 +1,7 @@
 """Hugging Face's folders as GGUF files, by the names of gguf-py and in the orders of llama.cpp's converter."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ def convert(folder: Path, path: Path) -> Path:
     for name, array in tensors.items():
         found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = _converted(kind, name, array, fields)
     assert None not in found
+    if fields["rope_parameters"].get("rope_type") == "longrope":
+        for name in ("short", "long"):
+            found[f"rope_factors_{name}.weight"] = np.array(fields["rope_parameters"][f"{name}_factor"], np.float32)
     path.write_bytes(gguf_bytes(keys(kind, fields), {name: plain(array) for name, array in found.items()}))
     return path
 
@@ -106,5 +110,11 @@ def keys(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     if rope["rope_type"] in ("linear", "yarn"):
         found |= {Keys.Rope.SCALING_TYPE: rope["rope_type"], Keys.Rope.SCALING_FACTOR: rope["factor"]}
         found[Keys.Rope.SCALING_ORIG_CTX_LEN] = rope.get("original_max_position_embeddings")
+    if rope["rope_type"] == "longrope":  # what the converter works out, from the two lengths
+        original = rope.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
+        found[Keys.Rope.SCALING_ORIG_CTX_LEN] = original
+        found[Keys.Rope.SCALING_ATTN_FACTOR] = math.sqrt(
+            1 + math.log(fields["max_position_embeddings"] / original) / math.log(original)
+        )
     named = {key.format(arch=kind): value for key, value in found.items() if value is not None}
     return {"general.architecture": kind} | named

@@ -33,6 +33,7 @@ _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(jnp.bfloat16)}
 _BF16 = 30
 
 _ROPE_DIVISORS = "rope_freqs.weight"
+_LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def read(path: Path, header: Header | None = None) -> Contents:
@@ -65,8 +66,12 @@ def read(path: Path, header: Header | None = None) -> Contents:
         found = {name: _flat(tensor, metadata.get(f"{architecture}.expert_count")) for name, tensor in found.items()}
         raw |= _sources(data, found, keys.get("general.alignment", gguf_file.DEFAULT_ALIGNMENT), problems)
     divisors = raw.pop(_ROPE_DIVISORS, None)
+    fields = _fields(metadata, str(path), tensors)
+    if all(name in raw for name in _LONGROPE):
+        numbers = [source.read(0, source.shape[0]) for source in map(raw.pop, _LONGROPE)]
+        fields.values = dict(fields.values) | {"rope_factors": tuple(tuple(x.ravel().tolist()) for x in numbers)}
     try:
-        config, _ = config_of(family.config, _fields(metadata, str(path), tensors), strict=True)
+        config, _ = config_of(family.config, fields, strict=True)
         if divisors is not None:
             config = _stretched(config, divisors.read(0, divisors.shape[0]))
     except ConfigError as e:
