@@ -206,8 +206,9 @@ def with_context(config: Config, context: int) -> Config:
     """
     scaling = config.rope_scaling
     longest = scaling.longest if isinstance(scaling, rope.LongRope) else config.max_seq_len
-    if not 1 <= context <= longest or config.position == "learned":
-        raise ConfigError(f"context = {context}: expected 1 to {longest} tokens, and rotary positions")
+    first = 1 if config.position == "rope" else longest  # as many learned positions as the table has
+    if not first <= context <= longest:
+        raise ConfigError(f"context = {context}: expected {first} to {longest} tokens")
     if isinstance(scaling, rope.LongRope):
         scaling = dataclasses.replace(scaling, is_long=context > scaling.original_max_seq_len)
     return dataclasses.replace(config, max_seq_len=context, rope_scaling=scaling)

@@ -143,8 +143,10 @@ def test_a_context_is_at_most_the_models_and_chooses_the_factors_of_longrope() -
     long = with_context(config, 17)
     assert (long.max_seq_len, long.rope_scaling) == (17, dataclasses.replace(scaling, is_long=True))
     assert with_context(long, 16) == config
-    for wrong, context in ((config, 65), (config, 0), (dataclasses.replace(config, position="learned"), 8)):
+    for context in (0, 65):
         with pytest.raises(ConfigError, match=f"context = {context}: expected 1 to 64 tokens"):
-            with_context(wrong, context)
+            with_context(config, context)
+    with pytest.raises(ConfigError, match="context = 8: expected 64 to 64 tokens"):
+        with_context(Config(32, 64, 2, 4, 4, 97, 64, position="learned"), 8)
     with pytest.raises(ConfigError, match=r"rope_scaling.long = -1.*; rope_scaling has 2 short and 1 long factors"):
         dataclasses.replace(config, rope_scaling=LongRope((1.0, 2.0), (-1.0,), 16, 64))
