@@ -74,7 +74,8 @@ def read(path: Path) -> Contents:
             for name, tensor in tensors.items()
             if tensor.dtype not in safetensors.FLOATS
         ]
-    sources = arranged(layout, sizes, found, problems) if not problems else {}
+    # What belongs to a matrix that can't be put together would be missing too.
+    sources = arranged(layout, sizes, found, problems) if how is None or not problems else {}
     if problems:
         raise CheckpointError(f"{path}: {listed(problems)}")
     if how is not None:
