@@ -120,6 +120,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         dtype: str = "auto",
         rope_theta: float | None = None,
+        context: int | None = None,
         mesh: str | Mesh | None = None,
         kernels: str = "auto",
         kv_dtype: KVDtype = "float32",
@@ -135,6 +136,8 @@ class LLM:
           tokenizer: the file of its tokenizer, the folder, or a model's name; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
+          context: the longest text in tokens, at most the model's own; with longrope it chooses the factors. None: the
+            model's own, with longrope that of its short factors.
           mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `mesh.make_mesh` makes;
             None: the default device.
           kernels: "xla", "native" or "auto", as for `run.choose`.
@@ -167,7 +170,9 @@ class LLM:
         file = tokenizers.find(beside) if tokenizer is None or named or beside.is_dir() else beside
         found = tokenizers.load(file, header=header if file == source else None)
         model = source or (config if isinstance(config, Config) else from_toml(str(config)))
-        params = checkpoint.load(model, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
+        params = checkpoint.load(
+            model, dtype=dtype, rope_theta=rope_theta, context=context, run=run, mesh=mesh, header=header
+        )
         small = None if draft is None else _load_draft(draft, found.fit(params.config.vocab_size), run)
         return cls(
             params, found, template=source or beside, compile_cache=compile_cache, speculate=speculate, draft=small

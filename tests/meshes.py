@@ -44,10 +44,15 @@ LLAMAS: dict[str, tuple[Config, bool, bool]] = {
     "gqa": (*tiny.CONFIGS["gqa"], False),
     "qwen3": (Config(48, 80, 2, 8, 4, 96, 64, head_dim=8), True, True),  # biases, norms of heads
 }
+LLAMAS["experts"] = (
+    Config(48, 40, 2, 8, 4, 96, 64, n_experts=5, n_active_experts=2, normalized_experts=True, shared_dim=24),
+    *(True, False),
+)
 CASES = {
     "gqa float32": ["data:8", "model:8", "data:2,model:4"],  # 2 key heads: several devices have the same one
     "gqa int8": ["data:4", "model:4", "data:2,model:4"],
     "qwen3 float32": ["data:2,model:2"],
+    "experts float32": ["data:2,model:4"],
     "gpt2 float32": ["data:4", "model:4", "data:2,model:2"],
 }
 

@@ -111,6 +111,12 @@ GROUPS: dict[str, list[Flag]] = {
             flags.DEFINE_float("rope_theta", None, "base of the rotary frequencies, for files that don't record it"),
             f"{_TEXT} bench convert",
         ),
+        Flag(
+            flags.DEFINE_integer(
+                "context", None, "tokens of the longest text, the model's own at most; longrope goes by it"
+            ),
+            f"{_TEXT} bench",
+        ),
     ],
     "Prompts": [
         Flag(
