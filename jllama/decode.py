@@ -72,7 +72,7 @@ def read_prompt(
     block = jnp.where((state.pos < first)[:, None], own, block)
     length = state.pos + 1 - first
     logits, cache = prefill(params, state.cache, block, length, first)
-    return _extend(state._replace(cache=cache), logits, sampling, stop, ~state.done & (length > 0) & (length <= width))
+    return extend(state._replace(cache=cache), logits, sampling, stop, ~state.done & (length > 0) & (length <= width))
 
 
 def decode(params: Params, state: State, sampling: Sampling, stop: Stop, steps: jax.Array | int) -> State:
@@ -91,12 +91,12 @@ def decode(params: Params, state: State, sampling: Sampling, stop: Stop, steps: 
         n, state = carry
         token = jnp.take_along_axis(state.tokens, state.pos[:, None], axis=1)[:, 0]
         logits, cache = step(params, state.cache, token, state.pos)
-        return n + 1, _extend(state._replace(cache=cache), logits, sampling, stop, ~state.done)
+        return n + 1, extend(state._replace(cache=cache), logits, sampling, stop, ~state.done)
 
     return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
 
 
-def _extend(state: State, logits: jax.Array, sampling: Sampling, stop: Stop, active: jax.Array) -> State:
+def extend(state: State, logits: jax.Array, sampling: Sampling, stop: Stop, active: jax.Array) -> State:
     """Draw the next token of the rows that are `active`, and end those that are complete."""
     if stop.banned is not None:
         logits = jnp.where(stop.banned[None], -jnp.inf, logits)

@@ -10,21 +10,23 @@ from typing import Any, Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from jllama import checkpoint, generation, gguf_file
+from jllama import checkpoint, generation, gguf_file, speculator
 from jllama import mesh as meshes
 from jllama import tokenizer as tokenizers
 from jllama.chat import ChatError, Message, Template, find_template
 from jllama.checkpoint import hub
 from jllama.config import Config, from_toml
+from jllama.errors import quoted
 from jllama.generation import Answer, Completion, Prompt
 from jllama.grammar import Grammars
 from jllama.model import Params
 from jllama.pool import Pool
 from jllama.programs import SCORE
-from jllama.run import KVDtype, choose
+from jllama.run import KVDtype, Run, choose
 from jllama.runner import Runner, Timings
 from jllama.settings import Overrides, Settings
-from jllama.tokenizer import Tokenizer
+from jllama.speculator import Speculate
+from jllama.tokenizer import Tokenizer, TokenizerError
 from jllama.tools import to_tools, turn
 
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
@@ -63,6 +65,19 @@ def check_batch_size(batch_size: int) -> None:
         raise ValueError(f"batch_size = {batch_size!r}: expected an integer from 1 to {_MAX_BATCH}")
 
 
+def _load_draft(path: str | Path, tokenizer: Tokenizer, run: Run) -> Params:
+    """Load a draft model for a model with this tokenizer; without one of its own it has the same."""
+    source = hub.local(path)
+    params = checkpoint.load(source, run=run)
+    try:
+        own = tokenizers.load(tokenizers.find(source))
+    except TokenizerError:
+        own = tokenizer
+    if different := tokenizer.first_difference(own.fit(params.config.vocab_size)):
+        raise ValueError(f"draft = {quoted(str(path))}: {different}: expected a model with the same tokenizer")
+    return params
+
+
 class LLM:
     """A model, its tokenizer, and the programs compiled for them so far."""
 
@@ -73,6 +88,8 @@ class LLM:
         *,
         template: Template | Path | None = None,
         compile_cache: str | Path | None = None,
+        speculate: Speculate = "auto",
+        draft: Params | None = None,
     ) -> None:
         """Join a model and a tokenizer.
 
@@ -81,14 +98,17 @@ class LLM:
           tokenizer: what it was trained with.
           template: for `chat`, or the checkpoint that has one.
           compile_cache: as for `load`.
+          speculate: as for `load`.
+          draft: a smaller model with the same tokenizer.
 
         Raises:
-          ValueError: the two disagree on the size of the vocabulary.
+          ValueError: the two disagree on the size of the vocabulary; a wrong way to speculate.
         """
         self.params = params
         self.tokenizer = tokenizer.fit(params.config.vocab_size)
         self.grammars = Grammars(self.tokenizer, params.config.vocab_size)
         self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused, grammars=self.grammars)
+        self.runner.speculator = speculator.choose(speculate, params, draft)
         self._template = template
 
     @classmethod
@@ -100,10 +120,13 @@ class LLM:
         tokenizer: str | Path | None = None,
         dtype: str = "auto",
         rope_theta: float | None = None,
+        context: int | None = None,
         mesh: str | Mesh | None = None,
         kernels: str = "auto",
         kv_dtype: KVDtype = "float32",
         compile_cache: str | Path | None = None,
+        speculate: Speculate = "auto",
+        draft: str | Path | None = None,
     ) -> LLM:
         """Load a checkpoint and its tokenizer.
 
@@ -113,12 +136,18 @@ class LLM:
           tokenizer: the file of its tokenizer, the folder, or a model's name; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
+          context: the longest text in tokens, at most the model's own; with longrope it chooses the factors. None: the
+            model's own, with longrope that of its short factors.
           mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `mesh.make_mesh` makes;
             None: the default device.
           kernels: "xla", "native" or "auto", as for `run.choose`.
           kv_dtype: of the keys and values kept: "float32" or "bfloat16".
           compile_cache: a folder of your own, where compiled programs of a single device are kept for the next start;
             None: nowhere.
+          speculate: how tokens are guessed, so that one pass of the model gives several: "lookup" in the text so far,
+            "draft" by a smaller model; "off"; or "auto", by the smaller model if there is one and else in the text,
+            where it is faster and the same text comes out to the bit.
+          draft: the checkpoint of a smaller model with the same tokenizer.
 
         Raises:
           CheckpointError: the checkpoint can't be read.
@@ -141,8 +170,13 @@ class LLM:
         file = tokenizers.find(beside) if tokenizer is None or named or beside.is_dir() else beside
         found = tokenizers.load(file, header=header if file == source else None)
         model = source or (config if isinstance(config, Config) else from_toml(str(config)))
-        params = checkpoint.load(model, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
-        return cls(params, found, template=source or beside, compile_cache=compile_cache)
+        params = checkpoint.load(
+            model, dtype=dtype, rope_theta=rope_theta, context=context, run=run, mesh=mesh, header=header
+        )
+        small = None if draft is None else _load_draft(draft, found.fit(params.config.vocab_size), run)
+        return cls(
+            params, found, template=source or beside, compile_cache=compile_cache, speculate=speculate, draft=small
+        )
 
     @property
     def timings(self) -> Timings:

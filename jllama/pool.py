@@ -84,7 +84,7 @@ class Pool:
         return rows
 
     def advance(self, steps: int) -> None:
-        """Generate up to `steps` tokens in each row that isn't done; one, where a row has a guide."""
+        """Take up to `steps` steps in each row that isn't done: each gives a token, or more where some are guessed."""
         steps = int(self.runner.agree(np.int32(steps)))
         live = [i for i, row in enumerate(self._places) if row is not None and not row.done]
         if not live:
@@ -103,11 +103,18 @@ class Pool:
             done = np.array([row is None or row.done or row.stuck or row.complete for row in self._places])
             # A place that is free costs least at its beginning.
             pos = np.where([row is None for row in self._places], 0, self._pos)
-            done, pos = self.runner.put((done, pos.astype(np.int32)), ROWS)
-            assert self._state is not None
-            state = self._state._replace(done=done, pos=pos)
-            self._fetch(self.runner.call(DECODE, state, sampling, stop, np.int32(steps)))
+            self._fetch(self._decode(done, pos.astype(np.int32), sampling, stop, steps))
         self.runner.timings.decode_tokens += int(self._pos[live].sum() - before)
+
+    def _decode(self, done: np.ndarray, pos: np.ndarray, sampling: Sampling, stop: Stop, steps: int) -> State:
+        assert self._state is not None
+        on_devices = self.runner.put((done, pos), ROWS)
+        state = self._state._replace(done=on_devices[0], pos=on_devices[1])
+        if self.runner.speculator is None or stop.allowed is not None:
+            decoded: State = self.runner.call(DECODE, state, sampling, stop, np.int32(steps))
+            return decoded
+        live = [None if ended else row for row, ended in zip(self._places, done, strict=True)]
+        return self.runner.speculator.decode(self.runner, state, sampling, stop, steps, live, self._tokens, pos)
 
     def take(self, row: Row) -> Taken:
         """Return the ids generated in a row since the last call, and their log-probabilities.

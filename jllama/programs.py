@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jllama import decode, executables, rows
+from jllama import decode, executables, rows, speculation
 from jllama.decode import State, Stop
 from jllama.likely import Likely
 from jllama.mesh import DATA, MODEL, ROWS, WHOLE, P, mesh_of, part, specs
@@ -59,6 +59,17 @@ READ_PROMPT = Program(
     decode.read_prompt, ("model", "state", "sampling", "stop", "whole"), "state", static="width", donate=(1,)
 )
 DECODE = Program(decode.decode, ("model", "state", "sampling", "stop", "whole"), "state", donate=(1,))
+LOOKUP = Program(
+    speculation.decode_lookup, ("model", "state", "sampling", "stop", "whole"), "counted", static="guesses", donate=(1,)
+)
+# Not for a mesh: a draft model lies on a single device.
+DRAFT = Program(
+    speculation.decode_draft,
+    ("model", "state", "draft", "cache", "rows", "sampling", "stop", "whole"),
+    "drafted",
+    static="guesses",
+    donate=(1, 3),
+)
 SCORE = Program(decode.score, ("model", "rows"), "rows")
 PLACE = Program(rows.place, ("state", "state", "rows"), "state", donate=(0,))
 CUT = Program(rows.cut, ("state", "whole", "whole"), "cache", static="slots")
@@ -72,7 +83,7 @@ def places(params: Params) -> dict[str, Any]:
     state = State(cache=cache, tokens=ROWS, logprobs=ROWS, pos=ROWS, done=ROWS, likely=Likely(ROWS, ROWS))
     return {
         "model": specs(params), "state": state, "cache": cache, "stop": STOP, "sampling": SAMPLING,
-        "rows": ROWS, "whole": WHOLE,
+        "rows": ROWS, "whole": WHOLE, "counted": (state, ROWS),
     }  # fmt: skip
 
 

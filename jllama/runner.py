@@ -16,6 +16,7 @@ from jllama.grammar import Grammars, Guide
 from jllama.model import Params
 from jllama.programs import Program, Programs
 from jllama.settings import Settings
+from jllama.speculator import Speculator
 
 _MIN_SLOTS = 256  # of a cache; it doubles when it is full
 _MIN_WIDTH = 16  # of a block of prompt tokens; sizes are powers of two, so that few programs serve all lengths
@@ -33,10 +34,16 @@ class Timings:
     prompt_tokens: int = 0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
+    guesses: int = 0  # tokens that were guessed and verified
+    accepted: int = 0  # of them right
 
 
 class Runner:
-    """A model with its programs, and the time that they took."""
+    """A model with its programs, and the time that they took.
+
+    Attributes:
+      speculator: what guesses tokens, None where nothing does.
+    """
 
     def __init__(
         self,
@@ -61,6 +68,7 @@ class Runner:
         self.mesh = mesh.mesh_of(params)
         self.shards, self.parts = mesh.shape_of(self.mesh)  # of the rows of a batch, and of the model
         self.timings = Timings()
+        self.speculator: Speculator | None = None
         self._programs = Programs(params, compile_cache)
 
     def check(self, ids: Sequence[int]) -> None:

@@ -30,6 +30,7 @@ from jllama.response_format import Format
 from jllama.runner import Runner
 from jllama.sampling import argmax
 from jllama.settings import Settings
+from jllama.speculator import Speculate, choose
 from jllama.tensors import fitted
 
 # XLA_FLAGS: the same operations, compiled to slower machine code in half of the time; and eight devices.
@@ -43,10 +44,15 @@ LLAMAS: dict[str, tuple[Config, bool, bool]] = {
     "gqa": (*tiny.CONFIGS["gqa"], False),
     "qwen3": (Config(48, 80, 2, 8, 4, 96, 64, head_dim=8), True, True),  # biases, norms of heads
 }
+LLAMAS["experts"] = (
+    Config(48, 40, 2, 8, 4, 96, 64, n_experts=5, n_active_experts=2, normalized_experts=True, shared_dim=24),
+    *(True, False),
+)
 CASES = {
     "gqa float32": ["data:8", "model:8", "data:2,model:4"],  # 2 key heads: several devices have the same one
     "gqa int8": ["data:4", "model:4", "data:2,model:4"],
     "qwen3 float32": ["data:2,model:2"],
+    "experts float32": ["data:2,model:4"],
     "gpt2 float32": ["data:4", "model:4", "data:2,model:2"],
 }
 
@@ -137,14 +143,16 @@ def collectives(text: str) -> dict[str, int]:
     return dict(Counter(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True)))
 
 
-def batch(name: str, dtype: str, text: str | None, steps: int) -> dict[str, Any]:
+def batch(name: str, dtype: str, text: str | None, steps: int, speculate: Speculate = "off") -> dict[str, Any]:
     """Generate as a user does, in a batch of ragged prompts: greedily, drawn with a seed, and letters alone."""
     params = load(name, dtype, None if text is None else mesh_of(text), Path())
     letters = tiny.Letters([bytes([i + 30]) for i in range(params.config.vocab_size)])
     runner = Runner(params, grammars=Grammars(letters, letters.vocab_size))
+    runner.speculator = choose(speculate, params)
     prompts = [tiny.ids(params.config, n, seed=n).tolist() for n in (1, 5, 12, 7, 3)]
     settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i) for i in range(5)]
-    settings[3] = dataclasses.replace(settings[3], response_format=Format("regex", "[A-M]*"))
+    if speculate == "off":  # beside a grammar nothing is guessed
+        settings[3] = dataclasses.replace(settings[3], response_format=Format("regex", "[A-M]*"))
     pool = Pool(runner, [2], 5)
     rows = pool.join(list(zip(prompts, settings, strict=True))).finish()
     while not all(row.done for row in rows):
@@ -156,6 +164,7 @@ def batch(name: str, dtype: str, text: str | None, steps: int) -> dict[str, Any]
     loop = programs[-1]
     return {
         "ids": ids,
+        "guesses": runner.timings.guesses,
         "collectives": [collectives(program.as_text()) for program in programs],
         "cache": [cache.shape, cache.addressable_shards[0].data.shape],
         "copies": len(
@@ -185,6 +194,7 @@ def main() -> None:
         folder = hf.write_folder(Path(name) / "gpt2", hf.gpt2_config(32, 64, 2, 4, 50, 32), weights)
         result = {"cases": {case: compare(case, folder) for case in CASES}, "shards": shards()}
     result["batches"] = [batch("gqa", "float32", text, steps) for text, steps in ((None, 99), ("data:2,model:4", 3))]
+    result["guessed"] = batch("gqa", "float32", "data:2,model:4", 3, "lookup")
     print(json.dumps(result))
 
 

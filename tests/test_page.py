@@ -444,24 +444,22 @@ def test_everything_has_a_name_and_the_keyboard_reaches_it(stub: Stub, page: Any
     api.expect(page.get_by_text("new line")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_against_the_real_server_stop_frees_the_row(page: Any) -> None:
-    with served(changed(model(), lambda program, args: time.sleep(0.02))) as server:
+    pause = [0.0]
+    with served(changed(model(), lambda program, args: time.sleep(pause[0]))) as server:
 
         def runs(number: str) -> bool:
             return f"jllama_running {number}\n" in server.client.get("/metrics").text
 
         page.goto(server.url)
+        api.expect(page.locator("#model")).to_have_text("tiny")
         ask(page, "Hello there")
+        whole(page)
+        api.expect(page.locator("#used")).to_contain_text("256 of 256 tokens of context")
+        pause[0] = 0.05  # now it lasts
+        page.get_by_role("button", name="Regenerate").click()
         until(lambda: runs("1.0"))
         page.keyboard.press("Escape")
         until(lambda: runs("0.0"))
         api.expect(page.get_by_text("stopped")).to_be_visible()
-
-
-def test_against_the_real_server_the_context_is_known(page: Any) -> None:
-    with served(model()) as server:
-        page.goto(server.url)
-        api.expect(page.locator("#model")).to_have_text("tiny")
-        ask(page, "Hello there")
-        whole(page)
-        api.expect(page.locator("#used")).to_contain_text("of 256 tokens of context")

@@ -165,6 +165,12 @@ def test_ragged_batches_are_the_same_on_a_mesh(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_guesses_on_a_mesh_leave_the_text_as_it_is(found: dict[str, Any]) -> None:
+    assert found["guessed"]["ids"] == found["batches"][0]["ids"]
+    assert found["guessed"]["guesses"] > 0
+
+
+@pytest.mark.slow
 def test_devices_send_sums_and_logits_alone(found: dict[str, Any]) -> None:
     one, mesh = found["batches"]
     assert one["collectives"] == [{}, {}, {}]

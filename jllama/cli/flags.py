@@ -111,6 +111,12 @@ GROUPS: dict[str, list[Flag]] = {
             flags.DEFINE_float("rope_theta", None, "base of the rotary frequencies, for files that don't record it"),
             f"{_TEXT} bench convert",
         ),
+        Flag(
+            flags.DEFINE_integer(
+                "context", None, "tokens of the longest text, the model's own at most; longrope goes by it"
+            ),
+            f"{_TEXT} bench",
+        ),
     ],
     "Prompts": [
         Flag(
@@ -163,6 +169,22 @@ GROUPS: dict[str, list[Flag]] = {
         Flag(
             flags.DEFINE_string("grammar", None, "a file with the Lark grammar of an answer, as llguidance reads it"),
             "run chat",
+        ),
+    ],
+    "Speed": [
+        Flag(
+            flags.DEFINE_enum(
+                "speculate",
+                "auto",
+                ["auto", "off", "lookup", "draft"],
+                "guess tokens and verify several in one pass, which gives the same text: lookup, those that followed "
+                "the same words before; draft, those of the model in --draft; auto: where that is faster; off: don't",
+            ),
+            "run chat serve",
+        ),
+        Flag(
+            flags.DEFINE_string("draft", None, "a smaller model with the same tokenizer, which guesses tokens"),
+            "run chat serve",
         ),
     ],
     "Server": [

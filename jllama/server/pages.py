@@ -152,7 +152,16 @@ class PagedPool(Pool):
                     self._regroup(rows, slots)  # from this size too
                     row.done = False
                     self.advance(1)
+                    self._warm_up_guesses()
             self.end(row)
+
+    def _warm_up_guesses(self) -> None:
+        speculator = self.runner.speculator
+        if speculator is not None:
+            assert self._state is not None
+            assert self._arguments is not None
+            state = speculator.warm_up(self.runner, self._state, *self._arguments, self._tokens, self._pos)
+            self._fetch(state)
 
     def widths(self, slots: int) -> list[int]:
         """Return the widths of the blocks that a prompt is read in, beside so many slots, the narrowest first."""
