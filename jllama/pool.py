@@ -110,7 +110,7 @@ class Pool:
         assert self._state is not None
         on_devices = self.runner.put((done, pos), ROWS)
         state = self._state._replace(done=on_devices[0], pos=on_devices[1])
-        if self.runner.speculator is None or stop.allowed is not None:
+        if self.runner.speculator is None or guides(self._places):  # a mask is of one token
             decoded: State = self.runner.call(DECODE, state, sampling, stop, np.int32(steps))
             return decoded
         live = [None if ended else row for row, ended in zip(self._places, done, strict=True)]

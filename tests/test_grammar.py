@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from jllama import LLM, Completion, Format, Prompt, Settings, tokenizer
 from jllama.config import Config
 from jllama.grammar import GrammarError, Grammars, Guide
+from jllama.programs import DECODE
 from jllama.response_format import to_format
 from jllama.tokenizer import Tokenizer
 
@@ -211,6 +212,22 @@ def test_rows_with_and_without_share_a_batch(stories: LLM) -> None:
     assert together[0].tokens == stories.generate(["Once"], seed=3, max_new_tokens=24)[0].tokens
     assert re.fullmatch(r" [a-z]+(, [a-z]+){2}\.", together[1].text)
     assert together[1].finish_reason == together[4].finish_reason == "stop"
+
+
+def test_tokens_are_guessed_only_where_no_row_has_a_grammar(stories: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Guesser:
+        def decode(self, runner: Any, state: Any, sampling: Any, stop: Any, steps: int, *more: Any) -> Any:
+            asked.append(steps)
+            return runner.call(DECODE, state, sampling, stop, np.int32(steps))
+
+    monkeypatch.setattr(stories.runner, "speculator", Guesser())
+    stories.generate(["Once"], max_new_tokens=4)
+    assert asked
+    asked.clear()
+    stories.generate(["Once"], response_format=regex("[a-z]{5}"))
+    assert not asked
 
 
 def test_a_stream_is_the_text_and_stop_strings_end_it(stories: LLM) -> None:
