@@ -336,6 +336,8 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(started) 
         engine.submit(Listener([4] * 97).job)
     with pytest.raises(ValueError, match=r"0 tokens"):
         engine.submit(Listener([]).job)
+    with pytest.raises(ValueError, match=r"token id 97"):
+        engine.submit(Listener([4], logit_bias={97: 1.0}).job)
     full = Listener([4] * 96)
     engine.submit(full.job)
     assert full.result() == Completion("prompt", "", [], [], "length")

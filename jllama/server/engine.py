@@ -126,7 +126,7 @@ class Engine:
           Draining: the engine isn't ready, or about to end.
           Dead: it has ended.
         """
-        self._llm.runner.check(job.ids)
+        self._check(job)
         task = Task(job, Answer(self._llm.tokenizer, Prompt(job.prompt, job.settings), job.ids), self._slots(job))
         if (needed := self._bytes([task])) > self._memory:
             raise ValueError(
@@ -146,6 +146,11 @@ class Engine:
             self._waiting.append(task)
             self.status.waiting += 1
             self._changed.notify_all()
+
+    def _check(self, job: Job) -> None:
+        runner, settings = self._llm.runner, job.settings
+        runner.check(job.ids)
+        runner.check_ids([*settings.logit_bias, *settings.stop_token_ids])
 
     def cancel(self, job: Job) -> None:
         """End a job, which may have ended or never begun; at most one more event comes."""
