@@ -19,7 +19,7 @@ from jllama.llm import LLM
 from jllama.programs import DECODE, READ_PROMPT, Programs
 from jllama.run import Run
 from jllama.server import engine as engines
-from jllama.server import pages
+from jllama.server import pace, pages
 from jllama.server.engine import Dead, Draining, Engine, Event, Failed, Finished, Full, Job, Piece, Started
 from jllama.settings import Settings
 
@@ -293,7 +293,7 @@ def test_streams_go_on_between_two_blocks_of_a_long_prompt(started, monkeypatch:
     ended: list[str] = []
     long.then = lambda event: ended.append("long") if isinstance(event, Finished) else None
     short.then = lambda event: ended.append("short") if isinstance(event, Finished) else None
-    monkeypatch.setattr(engines, "_MAX_CHUNK", 1)
+    monkeypatch.setattr(pace, "_MAX_CHUNK", 1)
     engine.submit(stream.job)
     for one in (stream, long, short):
         one.result()
@@ -336,6 +336,8 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(started) 
         engine.submit(Listener([4] * 97).job)
     with pytest.raises(ValueError, match=r"0 tokens"):
         engine.submit(Listener([]).job)
+    with pytest.raises(ValueError, match=r"token id 97"):
+        engine.submit(Listener([4], logit_bias={97: 1.0}).job)
     full = Listener([4] * 96)
     engine.submit(full.job)
     assert full.result() == Completion("prompt", "", [], [], "length")
@@ -425,7 +427,7 @@ def test_draining_lets_jobs_end(started) -> None:
 def test_after_the_grace_what_runs_ends_with_what_it_has_and_what_waits_fails(
     started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "_MAX_CHUNK", 1)
+    monkeypatch.setattr(pace, "_MAX_CHUNK", 1)
     engine = started(max_rows=1)
     drained = threading.Event()
 
@@ -471,7 +473,7 @@ def test_whoever_listens_no_more_harms_nobody(started) -> None:
 
 def test_many_rows_are_given_up_when_few_are_left(started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "_SHRINK_SECONDS", 0.0)
-    monkeypatch.setattr(engines, "_MAX_CHUNK", 1)
+    monkeypatch.setattr(pace, "_MAX_CHUNK", 1)
     engine = started()
     sizes: list[int] = []
     jobs = [Listener(LONG[: 3 + n], max_new_tokens=limit) for n, limit in enumerate((60, 3, 3, 3))]
@@ -503,7 +505,7 @@ def test_jobs_wait_for_memory_and_what_never_fits_is_refused(started, llm: LLM) 
 
 
 def test_pieces_bring_the_tokens_whose_text_begins_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_MAX_CHUNK", 1)
+    monkeypatch.setattr(pace, "_MAX_CHUNK", 1)
     llm = tiny.says(b"a", b"One", b"\xf0\x9f", b"\x98\x80", b" sto", b"ne", b" stop", b"ped", max_seq_len=16)
     engine = Engine(llm, max_rows=1)
     engine.start()

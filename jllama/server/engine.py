@@ -13,9 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from jllama.generation import Answer, Prompt
 from jllama.llm import LLM
 from jllama.pool import common_prefix
+from jllama.server.intake import Intake
 from jllama.server.jobs import (
     Dead,
     Draining,
@@ -30,7 +30,8 @@ from jllama.server.jobs import (
     Status,
     Timings,
 )
-from jllama.server.memory import available
+from jllama.server.memory import READERS, Budget, available
+from jllama.server.pace import Pace
 from jllama.server.pages import PagedPool
 from jllama.server.store import Store
 from jllama.server.task import Task
@@ -43,13 +44,10 @@ __all__ = [
 
 LOG = logging.getLogger("jllama.engine")
 
-_CHUNK_SECONDS = 0.05  # how long a stream may wait for the next piece
-_MAX_CHUNK = 64  # steps between two looks at the texts
-_READERS = 4  # prompts that are read in turn: a short one needn't wait for the end of a long one
 _SHRINK_SECONDS = 1.0  # how long a state is too large before it is copied to a smaller one
 
 
-class Engine:
+class Engine(Intake):
     """A model that answers jobs.
 
     Attributes:
@@ -87,86 +85,25 @@ class Engine:
             if value < least:
                 raise ValueError(f"{name} = {value}: expected {least} or more")
         there = available()
-        self.status = Status()
-        self._llm = llm
         self._pool = PagedPool(llm.runner, llm.tokenizer.stop_ids, max_rows)
         self._store = Store(min(prefix_cache, there // 4))
-        self._memory = max(there * 3 // 4 - prefix_cache, there // 4) if memory is None else memory
-        self._most = max_rows + max_queue
+        budget = Budget(self._pool, max(there * 3 // 4 - prefix_cache, there // 4) if memory is None else memory)
+        super().__init__(llm, budget, max_rows, max_queue)
         self._on_death = on_death
-        self._changed = threading.Condition()  # guards what follows, up to the deadline
-        self._tasks: dict[Job, Task] = {}
-        self._waiting = deque[Task]()
-        self._deadline: float | None = None  # when what still runs is ended, once it is draining
-        self._closing = False
-        self._fault: Exception | None = None
-        self._thread: threading.Thread | None = None
         self._reading = deque[Task]()
         self._running: list[Task] = []
-        self._read_seconds, self._step_seconds = 0.0, _CHUNK_SECONDS  # in the last turn
+        self._pace = Pace()
         self._large_since: float | None = None
-        self._seconds = 1.0  # what a job takes, on the average of the last ones
 
     def start(self) -> None:
         """Compile, or load, all that will be needed, and begin to take jobs."""
         began = time.monotonic()
-        self._pool.warm_up(Settings(temperature=0.0), self._memory)
+        self._pool.warm_up(Settings(temperature=0.0), self._budget.bytes)
         self._note()
         LOG.info("%d programs in %.1f s", self.status.programs, time.monotonic() - began)
         self._thread = threading.Thread(target=self._run, name="jllama-engine", daemon=True)
         self.status.state = "serving"
         self._thread.start()
-
-    def submit(self, job: Job) -> None:
-        """Take a job; its events come on the engine's thread, the last of them `Finished` or `Failed`.
-
-        Raises:
-          ValueError: a prompt that the model can't read, or for which there is no memory.
-          Full: too many wait.
-          Draining: the engine isn't ready, or about to end.
-          Dead: it has ended.
-        """
-        self._llm.runner.check(job.ids)
-        task = Task(job, Answer(self._llm.tokenizer, Prompt(job.prompt, job.settings), job.ids), self._slots(job))
-        if (needed := self._bytes([task])) > self._memory:
-            raise ValueError(
-                f"a prompt of {len(job.ids)} tokens and its answer need {needed >> 20} MB of cache: "
-                f"expected at most {self._memory >> 20} MB"
-            )
-        with self._changed:
-            if self.status.state == "dead":
-                raise Dead("the engine has ended") from self._fault
-            if self.status.state != "serving":
-                raise Draining(f"the engine is {self.status.state}")
-            if job in self._tasks:
-                raise ValueError("the job was submitted before")
-            if len(self._tasks) >= self._most:
-                raise Full(max(1.0, self._seconds * len(self._waiting) / self._pool.most))
-            self._tasks[job] = task
-            self._waiting.append(task)
-            self.status.waiting += 1
-            self._changed.notify_all()
-
-    def cancel(self, job: Job) -> None:
-        """End a job, which may have ended or never begun; at most one more event comes."""
-        with self._changed:
-            if (task := self._tasks.get(job)) is not None:
-                task.cancelled = True
-                self._changed.notify_all()
-
-    def drain(self, grace: float) -> None:
-        """Take no more jobs, and wait for the end of those that are here.
-
-        After `grace` seconds what runs is finished with what it has, for the reason "length", and what waits fails.
-        """
-        with self._changed:
-            deadline = time.monotonic() + grace
-            self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
-            if self.status.state in ("loading", "serving"):
-                self.status.state = "draining"
-            self._changed.notify_all()
-            if self._thread is not None and self._thread is not threading.current_thread():
-                self._changed.wait_for(lambda: not self._tasks)
 
     def close(self) -> None:
         """End all jobs as `drain` does without grace, and the thread; the caches are given back."""
@@ -196,12 +133,6 @@ class Engine:
             self._running.clear()
             self._note()
 
-    def _wait(self) -> bool:
-        """Wait until there is something to do; returns whether there is, or the engine is to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._tasks or self._closing)
-            return bool(self._tasks)
-
     def _sweep(self) -> None:
         """Let go of what was cancelled, and of all when the time to drain is over."""
         with self._changed:
@@ -221,9 +152,9 @@ class Engine:
         with self._changed:
             waiting = list(self._waiting)
         for task in waiting:
-            if len(self._reading) >= _READERS or not self._pool.free:
+            if len(self._reading) >= READERS or not self._pool.free:
                 return
-            if not self._fits(task):
+            if not self._budget.fits([*self._reading, *self._running, task]):
                 return  # and nobody overtakes it
             known = self._store.find(task.job.ids, task.job.salt)
             if self._is_being_read(task, 0 if known is None else common_prefix(known.ids, task.job.ids)):
@@ -264,27 +195,21 @@ class Engine:
             self._deliver(task)
             if task.row.place is not None:  # not ended already
                 self._keep(task)
-        self._read_seconds = time.perf_counter() - began
+        self._pace.read_seconds = time.perf_counter() - began
 
     def _generate(self) -> None:
         """Generate a few tokens in the rows that run."""
         if not self._running:
             return
-        most, seconds = _MAX_CHUNK, _CHUNK_SECONDS
-        if self._reading:
-            seconds = min(seconds, self._read_seconds)  # the sooner the rows are filled, the more a step gives
-        elif self._waiting and not self._pool.free:
-            # Where it is known when a row ends, its place is filled again at once.
-            most = min(most, *(task.answer.room for task in self._running))
-        steps = max(1, min(most, int(seconds / self._step_seconds)))
-        began, before = time.perf_counter(), {task: task.row.taken for task in self._running}
-        self._pool.advance(steps)
-        seconds = time.perf_counter() - began
+        # Where it is known when a row ends, its place is filled again at once.
+        full = bool(self._waiting) and not self._pool.free
+        room = min(task.answer.room for task in self._running) if full else None
+        before = {task: task.row.taken for task in self._running}
+        with self._pace.generating():
+            self._pool.advance(self._pace.steps(room, reading=bool(self._reading)))
         for task in list(self._running):
             self._deliver(task)
-        taken = max(task.row.taken - n for task, n in before.items())
-        if taken:
-            self._step_seconds = seconds / taken
+        self._pace.note(max(task.row.taken - n for task, n in before.items()))
 
     def _deliver(self, task: Task) -> None:
         """Hand out what is new of an answer."""
@@ -322,12 +247,7 @@ class Engine:
         for here in (self._reading, self._running):
             if task in here:
                 here.remove(task)
-        with self._changed:
-            if task in self._waiting:
-                self._waiting.remove(task)
-            self._tasks.pop(task.job, None)
-            self.status.finished[how] += 1
-            self._changed.notify_all()
+        self._let_go(task, how)
 
     def _keep(self, task: Task) -> None:
         """Put what is cached of a task into the store."""
@@ -359,15 +279,7 @@ class Engine:
     def _die(self, fault: Exception) -> None:
         """Fail all jobs: nothing that runs can be trusted."""
         LOG.error("the engine has died", exc_info=fault)
-        with self._changed:
-            self._fault = fault
-            self.status.state = "dead"
-            tasks = list(self._tasks.values())
-            self._tasks.clear()
-            self._waiting.clear()
-            self.status.finished["failed"] += len(tasks)
-            self._changed.notify_all()
-        for task in tasks:
+        for task in self._let_go_of_all(fault):
             self._emit(task, Failed(fault))
         self._on_death(fault)
 
@@ -381,21 +293,3 @@ class Engine:
         with self._changed:
             status.running = len(self._running)
             status.waiting = len(self._tasks) - len(self._running)
-
-    def _fits(self, task: Task) -> bool:
-        """Whether there is memory for a task beside the others, up to the end of all."""
-        tasks, slots = [*self._reading, *self._running, task], self._pool.shape[1]
-        if slots and self._bytes(tasks, slots) > self._memory:
-            self._pool.shrink()  # longer rows have gone
-            slots = self._pool.shape[1]
-        return self._bytes(tasks, slots) <= self._memory
-
-    def _slots(self, job: Job) -> int:
-        context = self._llm.params.config.max_seq_len
-        return self._pool.slots_for(min(len(job.ids) + job.settings.max_new_tokens, context) + 1)
-
-    def _bytes(self, tasks: list[Task], slots: int = 0) -> int:
-        """Return what tasks take at most together, in a state of `slots` or more that may be copied to a larger one."""
-        rows, slots = self._pool.local_rows(len(tasks)), max(slots, *(task.slots for task in tasks))
-        reading = sum(task.slots for task in tasks[:_READERS])
-        return (rows * slots + rows * slots // 2 + reading) * self._pool.token_bytes

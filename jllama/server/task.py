@@ -65,8 +65,7 @@ class Task:
         if not text and (answer.finish_reason is None or begin == end):
             return None
         self._sent = end
-        top = getattr(answer, "top_logprobs", [])[begin:end]
-        return Piece(text, answer.tokens[begin:end], answer.logprobs[begin:end], top)
+        return Piece(text, answer.tokens[begin:end], answer.logprobs[begin:end], answer.top_logprobs[begin:end])
 
     def timings(self) -> Timings:
         """Return when what happened."""
