@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from jax.sharding import Mesh
 
-from jllama import checkpoint, generation, gguf_file
+from jllama import checkpoint, generation, gguf_file, speculator
 from jllama import mesh as meshes
 from jllama import tokenizer as tokenizers
 from jllama.chat import ChatError, Message, Template, find_template
 from jllama.checkpoint import hub
 from jllama.config import Config, from_toml
+from jllama.errors import quoted
 from jllama.generation import Answer, Completion, Prompt
+from jllama.grammar import Grammars
 from jllama.model import Params
 from jllama.pool import Pool
 from jllama.programs import SCORE
-from jllama.run import KVDtype, choose
+from jllama.run import KVDtype, Run, choose
 from jllama.runner import Runner, Timings
 from jllama.settings import Overrides, Settings
-from jllama.tokenizer import Tokenizer
+from jllama.speculator import Speculate
+from jllama.tokenizer import Tokenizer, TokenizerError
+from jllama.tools import to_tools, turn
 
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
 _SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
@@ -61,6 +65,19 @@ def check_batch_size(batch_size: int) -> None:
         raise ValueError(f"batch_size = {batch_size!r}: expected an integer from 1 to {_MAX_BATCH}")
 
 
+def _load_draft(path: str | Path, tokenizer: Tokenizer, run: Run) -> Params:
+    """Load a draft model for a model with this tokenizer; without one of its own it has the same."""
+    source = hub.local(path)
+    params = checkpoint.load(source, run=run)
+    try:
+        own = tokenizers.load(tokenizers.find(source))
+    except TokenizerError:
+        own = tokenizer
+    if different := tokenizer.first_difference(own.fit(params.config.vocab_size)):
+        raise ValueError(f"draft = {quoted(str(path))}: {different}: expected a model with the same tokenizer")
+    return params
+
+
 class LLM:
     """A model, its tokenizer, and the programs compiled for them so far."""
 
@@ -71,6 +88,8 @@ class LLM:
         *,
         template: Template | Path | None = None,
         compile_cache: str | Path | None = None,
+        speculate: Speculate = "auto",
+        draft: Params | None = None,
     ) -> None:
         """Join a model and a tokenizer.
 
@@ -79,13 +98,17 @@ class LLM:
           tokenizer: what it was trained with.
           template: for `chat`, or the checkpoint that has one.
           compile_cache: as for `load`.
+          speculate: as for `load`.
+          draft: a smaller model with the same tokenizer.
 
         Raises:
-          ValueError: the two disagree on the size of the vocabulary.
+          ValueError: the two disagree on the size of the vocabulary; a wrong way to speculate.
         """
         self.params = params
         self.tokenizer = tokenizer.fit(params.config.vocab_size)
-        self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused)
+        self.grammars = Grammars(self.tokenizer, params.config.vocab_size)
+        self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused, grammars=self.grammars)
+        self.runner.speculator = speculator.choose(speculate, params, draft)
         self._template = template
 
     @classmethod
@@ -102,6 +125,8 @@ class LLM:
         kernels: str = "auto",
         kv_dtype: KVDtype = "float32",
         compile_cache: str | Path | None = None,
+        speculate: Speculate = "auto",
+        draft: str | Path | None = None,
     ) -> LLM:
         """Load a checkpoint and its tokenizer.
 
@@ -119,6 +144,10 @@ class LLM:
           kv_dtype: of the keys and values kept: "float32" or "bfloat16".
           compile_cache: a folder of your own, where compiled programs of a single device are kept for the next start;
             None: nowhere.
+          speculate: how tokens are guessed, so that one pass of the model gives several: "lookup" in the text so far,
+            "draft" by a smaller model; "off"; or "auto", by the smaller model if there is one and else in the text,
+            where it is faster and the same text comes out to the bit.
+          draft: the checkpoint of a smaller model with the same tokenizer.
 
         Raises:
           CheckpointError: the checkpoint can't be read.
@@ -144,7 +173,10 @@ class LLM:
         params = checkpoint.load(
             model, dtype=dtype, rope_theta=rope_theta, context=context, run=run, mesh=mesh, header=header
         )
-        return cls(params, found, template=source or beside, compile_cache=compile_cache)
+        small = None if draft is None else _load_draft(draft, found.fit(params.config.vocab_size), run)
+        return cls(
+            params, found, template=source or beside, compile_cache=compile_cache, speculate=speculate, draft=small
+        )
 
     @property
     def timings(self) -> Timings:
@@ -236,30 +268,56 @@ class LLM:
             self._answer(prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
         )
 
-    def chat(self, messages: Sequence[Message], **settings: Unpack[Overrides]) -> Completion:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        **settings: Unpack[Overrides],
+    ) -> Completion:
         """Answer the last of some messages, each a `role` and a `content`, as the model's template has them.
+
+        Args:
+          messages: calls of earlier answers and their results among them.
+          tools: functions that the model may call, as OpenAI's API writes them: the completion has its `tool_calls`.
+          tool_choice: "none", "auto", "required", or which function must be called.
+          parallel_tool_calls: whether there may be several calls in one answer.
+          **settings: how it answers.
 
         Raises:
           ChatError: there is no template, or it refuses the messages.
           TokenizerError: a message can't be encoded.
-          ValueError: a wrong setting, or the messages don't fit the context.
+          ValueError: a wrong setting or tool, or the messages don't fit the context.
           FloatingPointError: the model's logits are not finite.
         """
-        answer = self._reply(messages, Settings(**settings))
-        (completion,) = self._complete(iter([answer]), 1)
-        return completion
+        pieces = self.stream_chat(
+            messages, tools=tools, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls, **settings
+        )
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                completion: Completion = end.value
+                return completion
 
     def stream_chat(
-        self, messages: Sequence[Message], **settings: Unpack[Overrides]
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        **settings: Unpack[Overrides],
     ) -> Generator[str, None, Completion]:
-        """Answer like `chat`, piece by piece; returns the completion."""
-        return self._stream(self._reply(messages, Settings(**settings)))
-
-    def _reply(self, messages: Sequence[Message], settings: Settings) -> Answer:
-        ids = self.template.render(messages)
-        self.runner.check(ids)
+        """Answer like `chat`, piece by piece, calls apart; returns the completion."""
+        asked = turn(self.template, messages, to_tools(tools, tool_choice, parallel_tool_calls))
+        how = asked.settings(Settings(**settings))
         text = messages[-1].get("content") if messages else ""
-        return Answer(self.tokenizer, Prompt(text if isinstance(text, str) else "", settings), ids)
+        prompt = Prompt(text if isinstance(text, str) else "", how)
+        pieces = self._stream(Answer(self.tokenizer, prompt, self._checked(asked.ids, how)))
+        return pieces if (parser := asked.parser()) is None else generation.with_calls(pieces, parser)
 
     @property
     def template(self) -> Template:
@@ -285,11 +343,17 @@ class LLM:
         """Turn a prompt into ids, the beginning-of-text token first.
 
         Raises:
-          ValueError: they don't fit the context.
+          ValueError: they don't fit the context, or the text is to have a format that can't be compiled.
         """
         ids = self.tokenizer.prompt_ids(prompt.text) if prompt.ids is None else list(prompt.ids)
+        return self._checked(ids, prompt.settings)
+
+    def _checked(self, ids: list[int], settings: Settings) -> list[int]:
+        """Return the ids of a prompt that can be continued in this way."""
         self.runner.check(ids)
-        self.runner.check_ids([*prompt.settings.logit_bias, *prompt.settings.stop_token_ids])
+        self.runner.check_ids([*settings.logit_bias, *settings.stop_token_ids])
+        if (form := settings.form) is not None:
+            self.grammars.check(form)
         return ids
 
     def score(self, text: str) -> Score:

@@ -28,7 +28,17 @@ def norm(config: Config, scale: Norm | None, x: jax.Array) -> jax.Array:
     if scale is None:
         return x
     if config.norm == "layer":
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-    x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
+        x = x - _mean(x)
+    x = x * lax.rsqrt(_mean(x * x) + config.norm_eps)
     x = x * scale.weight.reshape((1,) * (x.ndim - 1) + (-1,))
     return x if scale.bias is None else x + scale.bias.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """Average over the last axis of `x [..., D]`: `[..., 1]`."""
+    # By halves: on a CPU the order of XLA's own sum of a row depends on how many rows there are.
+    n = x.shape[-1]
+    total = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, (1 << (n - 1).bit_length()) - n)])
+    while (half := total.shape[-1] // 2) > 0:
+        total = total[..., :half] + total[..., half:]
+    return total / n

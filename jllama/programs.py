@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jllama import decode, executables, rows
+from jllama import decode, executables, rows, speculation
 from jllama.decode import State, Stop
 from jllama.likely import Likely
 from jllama.mesh import DATA, MODEL, ROWS, WHOLE, P, mesh_of, part, specs
@@ -20,7 +20,7 @@ from jllama.model import Params
 from jllama.sampling import Sampling
 
 # Where the arguments of the rows lie on a mesh.
-STOP = Stop(ids=ROWS, length=ROWS, banned=WHOLE)
+STOP = Stop(ids=ROWS, length=ROWS, banned=WHOLE, allowed=ROWS)
 SAMPLING = Sampling(*[ROWS] * len(Sampling._fields))
 
 
@@ -59,8 +59,21 @@ READ_PROMPT = Program(
     decode.read_prompt, ("model", "state", "sampling", "stop", "whole"), "state", static="width", donate=(1,)
 )
 DECODE = Program(decode.decode, ("model", "state", "sampling", "stop", "whole"), "state", donate=(1,))
+LOOKUP = Program(
+    speculation.decode_lookup, ("model", "state", "sampling", "stop", "whole"), "counted", static="guesses", donate=(1,)
+)
+# Not for a mesh: a draft model lies on a single device.
+DRAFT = Program(
+    speculation.decode_draft,
+    ("model", "state", "draft", "cache", "rows", "sampling", "stop", "whole"),
+    "drafted",
+    static="guesses",
+    donate=(1, 3),
+)
 SCORE = Program(decode.score, ("model", "rows"), "rows")
 PLACE = Program(rows.place, ("state", "state", "rows"), "state", donate=(0,))
+CUT = Program(rows.cut, ("state", "whole", "whole"), "cache", static="slots")
+PASTE = Program(rows.paste, ("cache", "cache", "whole", "whole"), "cache", donate=(0,))
 REGROUP = Program(rows.regroup, ("state", "rows"), "state", static="slots")
 
 
@@ -70,7 +83,7 @@ def places(params: Params) -> dict[str, Any]:
     state = State(cache=cache, tokens=ROWS, logprobs=ROWS, pos=ROWS, done=ROWS, likely=Likely(ROWS, ROWS))
     return {
         "model": specs(params), "state": state, "cache": cache, "stop": STOP, "sampling": SAMPLING,
-        "rows": ROWS, "whole": WHOLE,
+        "rows": ROWS, "whole": WHOLE, "counted": (state, ROWS),
     }  # fmt: skip
 
 
@@ -121,6 +134,9 @@ class Programs:
         self._folder = executables.open_folder(folder) if folder and self._mesh is None else None
         self._compiled: dict[Any, Any] = {}
         self.seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._compiled)
 
     def call(self, program: Program, *args: Any, **static: Any) -> Any:
         """Run a program on arrays, the model first where it wants that; compile it where these shapes are new."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jllama.decode import State
+from jllama.model import Cache
 
 
 def place(state: State, new: State, rows: jax.Array) -> State:
@@ -49,6 +51,31 @@ def regroup(state: State, rows: jax.Array, slots: int) -> State:
         done=state.done[rows],
         likely=jax.tree.map(lambda x: _fit(x[rows], 1, slots), state.likely),
     )
+
+
+def cut(state: State, row: jax.Array | int, first: jax.Array | int, *, slots: int) -> Cache:
+    """Copy the slots `first .. first + slots - 1` of one row's cache: a cache of one row."""
+    heads = _heads(state, jnp.asarray(row)[None])
+
+    def leaf(x: jax.Array) -> jax.Array:
+        here = lax.dynamic_slice_in_dim(x, heads[0], len(heads), axis=-3)
+        own: jax.Array = lax.dynamic_slice_in_dim(here, first, slots, axis=-2)
+        return own
+
+    part: Cache = jax.tree.map(leaf, state.cache)
+    return part
+
+
+def paste(cache: Cache, part: Cache, row: jax.Array | int, first: jax.Array | int) -> Cache:
+    """Put what `cut` returns into a row of `cache`, its first slot at `first`."""
+
+    def leaf(x: jax.Array, new: jax.Array) -> jax.Array:
+        start = (*[0] * (x.ndim - 3), row * new.shape[-3], first, 0)
+        pasted: jax.Array = lax.dynamic_update_slice(x, new, start)
+        return pasted
+
+    whole: Cache = jax.tree.map(leaf, cache, part)
+    return whole
 
 
 def _heads(state: State, rows: jax.Array) -> jax.Array:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jllama import mesh, processes
+from jllama.grammar import Grammars, Guide
 from jllama.model import Params
 from jllama.programs import Program, Programs
+from jllama.settings import Settings
+from jllama.speculator import Speculator
 
 _MIN_SLOTS = 256  # of a cache; it doubles when it is full
 _MIN_WIDTH = 16  # of a block of prompt tokens; sizes are powers of two, so that few programs serve all lengths
@@ -31,26 +34,41 @@ class Timings:
     prompt_tokens: int = 0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
+    guesses: int = 0  # tokens that were guessed and verified
+    accepted: int = 0  # of them right
 
 
 class Runner:
-    """A model with its programs, and the time that they took."""
+    """A model with its programs, and the time that they took.
 
-    def __init__(self, params: Params, compile_cache: str | Path | None = None, banned: Collection[int] = ()) -> None:
+    Attributes:
+      speculator: what guesses tokens, None where nothing does.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        compile_cache: str | Path | None = None,
+        banned: Collection[int] = (),
+        grammars: Grammars | None = None,
+    ) -> None:
         """Take a model.
 
         Args:
           params: the model.
           compile_cache: the folder where programs are kept; None: in memory alone.
           banned: ids that are never drawn.
+          grammars: those of its tokenizer; None: no row can have one.
         """
         self.params = params
+        self.grammars = grammars
         self.banned: np.ndarray | None = None
         if banned:
             self.banned = np.isin(np.arange(params.config.vocab_size), list(banned))
         self.mesh = mesh.mesh_of(params)
         self.shards, self.parts = mesh.shape_of(self.mesh)  # of the rows of a batch, and of the model
         self.timings = Timings()
+        self.speculator: Speculator | None = None
         self._programs = Programs(params, compile_cache)
 
     def check(self, ids: Sequence[int]) -> None:
@@ -73,6 +91,29 @@ class Runner:
         result = self._programs.call(program, *args, **static)
         self.timings.compile_seconds = self._programs.seconds
         return result
+
+    def guide(self, ids: Sequence[int], settings: Settings) -> Guide | None:
+        """Return what follows the text after a prompt, where it is to have a format.
+
+        Raises:
+          ValueError: the format can't be compiled.
+        """
+        if (form := settings.form) is None:
+            return None
+        if self.grammars is None:
+            raise ValueError("a response_format: expected none, as the model has no tokenizer here")
+        return self.grammars.guide(form, ids, ends=not settings.ignore_eos)
+
+    def masks(self, guides: Mapping[int, Guide], rows: int) -> np.ndarray:
+        """Return which tokens may come next in each row, as `Stop.allowed` has it; without a guide all may."""
+        if self.grammars is None or not guides:
+            return np.full((rows, -(-self.params.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        return self.grammars.masks(guides, rows)
+
+    @property
+    def programs(self) -> int:
+        """How many programs were compiled or loaded."""
+        return len(self._programs)
 
     def put(self, tree: Any, where: Any) -> Any:
         """Lay host arrays out as `where` says: a tree of specs, or one for all."""

@@ -3,6 +3,7 @@
 A process has the devices that it began with, so this is one of its own: `python tests/meshes.py` with XLA_FLAGS=EIGHT.
 """
 
+import dataclasses
 import json
 import re
 import tempfile
@@ -22,11 +23,14 @@ from jllama import mesh as meshes
 from jllama.checkpoint.build import build_params
 from jllama.checkpoint.source import Source
 from jllama.config import Config
+from jllama.grammar import Grammars
 from jllama.model import Params, init_cache, prefill, step
 from jllama.pool import Pool
+from jllama.response_format import Format
 from jllama.runner import Runner
 from jllama.sampling import argmax
 from jllama.settings import Settings
+from jllama.speculator import Speculate, choose
 from jllama.tensors import fitted
 
 # XLA_FLAGS: the same operations, compiled to slower machine code in half of the time; and eight devices.
@@ -139,12 +143,16 @@ def collectives(text: str) -> dict[str, int]:
     return dict(Counter(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True)))
 
 
-def batch(name: str, dtype: str, text: str | None, steps: int) -> dict[str, Any]:
-    """Generate as a user does, in a batch of ragged prompts: greedily, and drawn with a seed."""
+def batch(name: str, dtype: str, text: str | None, steps: int, speculate: Speculate = "off") -> dict[str, Any]:
+    """Generate as a user does, in a batch of ragged prompts: greedily, drawn with a seed, and letters alone."""
     params = load(name, dtype, None if text is None else mesh_of(text), Path())
-    runner = Runner(params)
+    letters = tiny.Letters([bytes([i + 30]) for i in range(params.config.vocab_size)])
+    runner = Runner(params, grammars=Grammars(letters, letters.vocab_size))
+    runner.speculator = choose(speculate, params)
     prompts = [tiny.ids(params.config, n, seed=n).tolist() for n in (1, 5, 12, 7, 3)]
     settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i) for i in range(5)]
+    if speculate == "off":  # beside a grammar nothing is guessed
+        settings[3] = dataclasses.replace(settings[3], response_format=Format("regex", "[A-M]*"))
     pool = Pool(runner, [2], 5)
     rows = pool.join(list(zip(prompts, settings, strict=True))).finish()
     while not all(row.done for row in rows):
@@ -156,6 +164,7 @@ def batch(name: str, dtype: str, text: str | None, steps: int) -> dict[str, Any]
     loop = programs[-1]
     return {
         "ids": ids,
+        "guesses": runner.timings.guesses,
         "collectives": [collectives(program.as_text()) for program in programs],
         "cache": [cache.shape, cache.addressable_shards[0].data.shape],
         "copies": len(
@@ -185,6 +194,7 @@ def main() -> None:
         folder = hf.write_folder(Path(name) / "gpt2", hf.gpt2_config(32, 64, 2, 4, 50, 32), weights)
         result = {"cases": {case: compare(case, folder) for case in CASES}, "shards": shards()}
     result["batches"] = [batch("gqa", "float32", text, steps) for text, steps in ((None, 99), ("data:2,model:4", 3))]
+    result["guessed"] = batch("gqa", "float32", "data:2,model:4", 3, "lookup")
     print(json.dumps(result))
 
 

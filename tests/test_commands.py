@@ -52,7 +52,7 @@ def test_words_stand_for_flags(run: Run, model: Path, tmp_path: Path) -> None:
         (["--mode=chat", "--prompt=x"], "not with chat"),
         (["--mode=chat", "--save=x.bin"], "--save converts"),
         (["bench", "MODEL", "--dtype=int8"], "--dtype goes with"),
-        (["plan", "MODEL", "--temperature=1"], "--temperature goes with run and chat, not with plan"),
+        (["plan", "MODEL", "--temperature=1"], "--temperature goes with run, chat and serve, not with plan"),
         (["convert", "MODEL"], "jllama convert MODEL PATH"),
         (["convert", "MODEL", "x", "--save_form=huggingface", "--save_version=1"], "--save_version"),
         (["--save_version=1"], "--save_version goes with convert"),

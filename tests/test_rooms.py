@@ -15,6 +15,7 @@ ROOMS = {
     "config": {"rope"},
     "kernels": set(),
     "run": {"kernels"},
+    "tools": {"chat", "response_format", "settings"},
     "tensors": {"config"},
     "families": {"config", "rope", "tensors"},
     "weights": {"kernels", "run"},
@@ -25,11 +26,13 @@ ROOMS = {
     "likely": set(),
     "sampling": {"processors"},
     "decode": {"likely", "model", "processors", "sampling"},
-    "rows": {"decode"},
+    "rows": {"decode", "model"},
+    "speculation": {"decode", "model", "sampling", "weights"},
+    "speculator": {"decode", "kernels", "mesh", "model", "programs", "sampling", "speculation", "weights"},
     "mesh": {"config", "model", "tensors", "weights"},
     "processes": set(),
     "executables": {"kernels"},
-    "programs": {"decode", "executables", "likely", "mesh", "model", "rows", "sampling"},
+    "programs": {"decode", "executables", "likely", "mesh", "model", "rows", "sampling", "speculation"},
     "text": set(),
     "gguf_file": set(),
     "tokenizer": {"gguf_file", "text"},
@@ -50,15 +53,20 @@ ROOMS = {
         "run",
         "tensors",
     },
-    "settings": {"sampling"},
-    "runner": {"mesh", "model", "processes", "programs"},
-    "pool": {"decode", "mesh", "programs", "runner", "sampling", "settings"},
-    "generation": {"pool", "runner", "settings", "text", "tokenizer"},
-    "llm": {"chat", "checkpoint", "config", "generation", "gguf_file", "mesh", "model", "pool", "programs", "run"}
-    | {"runner", "settings", "tokenizer"},
+    "response_format": set(),
+    "settings": {"response_format", "sampling"},
+    "grammar": {"response_format", "tokenizer"},
+    "runner": {"grammar", "mesh", "model", "processes", "programs", "settings", "speculator"},
+    "row": {"decode", "grammar", "runner", "sampling"},
+    "pool": {"decode", "grammar", "mesh", "programs", "row", "runner", "sampling", "settings"},
+    "generation": {"pool", "row", "runner", "settings", "text", "tokenizer", "tools"},
+    "llm": {"chat", "checkpoint", "config", "generation", "gguf_file", "grammar", "mesh", "model", "pool", "programs"}
+    | {"run", "runner", "settings", "speculator", "tokenizer", "tools"},
     "prompts": {"generation", "settings"},
     "ray": {"generation", "llm", "settings"},
-    "session": {"chat", "generation", "llm", "pool", "settings"},
+    "session": {"chat", "generation", "llm", "pool", "row", "settings"},
+    "server": {"chat", "decode", "generation", "grammar", "llm", "mesh", "model", "pool", "programs", "row"}
+    | {"runner", "sampling", "settings", "tokenizer", "tools"},
     "machine": {"run", "weights"},
     "bench": {
         "machine",
@@ -77,8 +85,9 @@ ROOMS = {
     "results": {"prompts"},
     "plan": {"checkpoint", "mesh", "model", "run", "runner"},
     "cli": {"bench", "chat", "checkpoint", "config", "errors", "generation", "kernels", "llm", "mesh", "model"}
-    | {"plan", "processes", "prompts", "report", "results", "run", "session", "settings", "tokenizer"},
-    "__init__": {"checkpoint", "generation", "llm", "session", "settings", "tokenizer"},
+    | {"plan", "processes", "prompts", "report", "response_format", "results", "run", "server", "session", "settings"}
+    | {"tokenizer"},
+    "__init__": {"checkpoint", "generation", "llm", "response_format", "session", "settings", "tokenizer"},
     "__main__": {"cli"},
 }
 

@@ -27,6 +27,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "run": Command("generate", "continue a text, or a file of prompts", ("checkpoint", "prompt")),
     "chat": Command("chat", "talk with a model"),
+    "serve": Command("serve", "answer over HTTP, as OpenAI's API does"),
     "perplexity": Command("perplexity", "score a text", ("checkpoint", "prompt_file")),
     "bench": Command("bench", "measure how fast a model runs on this machine"),
     "plan": Command("plan", "estimate the memory and speed a model needs, without loading it"),

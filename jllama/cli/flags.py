@@ -11,9 +11,9 @@ from jllama.settings import Settings
 
 FLAGS = flags.FLAGS
 DTYPES = ("float32", "bfloat16", "int8")  # as in jllama.checkpoint, which takes a second to import
-_ALL = "run chat perplexity bench plan convert"
+_ALL = "run chat serve perplexity bench plan convert"
 _ANY = f"{_ALL} pull list rm"
-_TEXT = "run chat perplexity"
+_TEXT = "run chat serve perplexity"
 
 
 class Flag(NamedTuple):
@@ -153,7 +153,67 @@ GROUPS: dict[str, list[Flag]] = {
             "run",
         ),
     ],
-    "Sampling": [Flag(_setting(field), "run chat") for field in dataclasses.fields(Settings)],
+    "Sampling": [
+        Flag(_setting(field), "run chat serve")
+        for field in dataclasses.fields(Settings)
+        if field.name != "response_format"
+    ],
+    "Form of the answer": [
+        Flag(
+            flags.DEFINE_string(
+                "json_schema", None, "a file with the JSON schema that an answer must fit; needs jllama[grammar]"
+            ),
+            "run chat",
+        ),
+        Flag(flags.DEFINE_string("regex", None, "a regular expression that the whole answer must match"), "run chat"),
+        Flag(
+            flags.DEFINE_string("grammar", None, "a file with the Lark grammar of an answer, as llguidance reads it"),
+            "run chat",
+        ),
+    ],
+    "Speed": [
+        Flag(
+            flags.DEFINE_enum(
+                "speculate",
+                "auto",
+                ["auto", "off", "lookup", "draft"],
+                "guess tokens and verify several in one pass, which gives the same text: lookup, those that followed "
+                "the same words before; draft, those of the model in --draft; auto: where that is faster; off: don't",
+            ),
+            "run chat serve",
+        ),
+        Flag(
+            flags.DEFINE_string("draft", None, "a smaller model with the same tokenizer, which guesses tokens"),
+            "run chat serve",
+        ),
+    ],
+    "Server": [
+        Flag(flag, "serve")
+        for flag in (
+            flags.DEFINE_string("host", "127.0.0.1", "the address to listen at; 0.0.0.0: all that this machine has"),
+            flags.DEFINE_integer("port", 8080, "the port; 0: any that is free", lower_bound=0, upper_bound=65535),
+            flags.DEFINE_string(
+                "api_key_file",
+                None,
+                "a file of keys, one a line, any of which opens the server; or set JLLAMA_API_KEY; unset: it is open",
+            ),
+            flags.DEFINE_integer("max_rows", 8, "answers generated together", lower_bound=1, upper_bound=1024),
+            flags.DEFINE_integer("max_queue", 64, "prompts that may wait; more are refused at once", lower_bound=0),
+            flags.DEFINE_integer(
+                "prefix_cache",
+                2**30,
+                "bytes of cache kept of earlier prompts, for those that begin alike; 0: none",
+                lower_bound=0,
+            ),
+            flags.DEFINE_multi_string(
+                "cors_origin", [], "a page elsewhere that may ask, as https://example.org; may be repeated; *: any"
+            ),
+            flags.DEFINE_bool("strict_model", False, "refuse requests for a model of another name"),
+            flags.DEFINE_float(
+                "grace", 30.0, "seconds that answers get to end after Ctrl-C or SIGTERM", lower_bound=0.0
+            ),
+        )
+    ],
     "Devices": [
         Flag(
             flags.DEFINE_string(
@@ -214,7 +274,7 @@ GROUPS: dict[str, list[Flag]] = {
             flags.DEFINE_enum(
                 "mode",
                 "generate",
-                ["generate", "chat", "perplexity", "bench", "plan"],
+                ["generate", "chat", "serve", "perplexity", "bench", "plan"],
                 "the command, for those who prefer flags: generate is run",
             ),
             "",

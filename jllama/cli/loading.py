@@ -46,6 +46,8 @@ def _load() -> LLM:
         kernels=FLAGS.kernels,
         kv_dtype=FLAGS.kv_dtype,
         compile_cache=folders.for_programs(FLAGS.compile_cache),
+        speculate=FLAGS.speculate,
+        draft=FLAGS.draft,
     )
     jax.block_until_ready(llm.params)  # type: ignore[no-untyped-call]
     return llm

@@ -61,6 +61,8 @@ def timings(llm: LLM, load_seconds: float, *, verbose: bool) -> None:
     phases = [("prompt", t.prompt_tokens, t.prompt_seconds), ("generation", t.decode_tokens, t.decode_seconds)]
     if verbose or not sys.stderr.isatty():
         rates = [f"{name} {_rate(tokens, seconds)}" for name, tokens, seconds in phases if seconds]
+        if t.guesses:
+            rates.append(f"{t.accepted} of {t.guesses} guesses right")
         line = ", ".join([f"load {load_seconds:.2f} s", f"compile {t.compile_seconds:.2f} s", *rates])
     else:
         started = load_seconds + t.compile_seconds

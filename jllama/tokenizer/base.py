@@ -10,7 +10,7 @@ from typing import Required, TypedDict
 
 from absl import logging
 
-from jllama.errors import InputError, listed
+from jllama.errors import InputError, listed, quoted
 from jllama.text import StreamDecoder
 from jllama.tokenizer.special import Special
 
@@ -174,6 +174,16 @@ class Tokenizer(ABC):
         fitting.stop_ids = tuple(i for i in self.stop_ids if i < size)
         fitting.unused = frozenset(i for i in self.unused if i < size)
         return fitting
+
+    def first_difference(self, other: Tokenizer) -> str | None:
+        """Say which id means one thing here and another in `other`, None if there is none; unused ids mean nothing."""
+        if self.special.ids != other.special.ids:
+            return "other control tokens"
+        for i in range(min(self.vocab_size, other.vocab_size)):
+            if i not in self.unused and i not in other.unused and self._pieces[i] != other._pieces[i]:
+                return f"token {i} is {quoted(other._pieces[i][0])} in place of {quoted(self._pieces[i][0])}"
+        mine, others = (t.vocab_size - len(t.unused) for t in (self, other))
+        return None if mine == others else f"{others} tokens in place of {mine}"
 
 
 def valid(text: str) -> str:
