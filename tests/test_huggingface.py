@@ -342,7 +342,7 @@ def test_what_the_first_llamas_leave_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba2"}, ["model_type = mamba2", "expected llama, mistral, qwen2, qwen3, "]),
+        ({"model_type": "mamba2"}, ["model_type = mamba2", "expected llama, mistral, mixtral, qwen2, qwen3, "]),
         ({"model_type": ["llama"]}, ["model_type = ['llama']"]),
         ({"model_type": ..., "architectures": ["T5Model"]}, ["architectures = ['T5Model']", "LlamaForCausalLM"]),
         ({"hidden_size": ..., "vocab_size": None}, ["hidden_size is missing", "vocab_size is missing"]),
