@@ -135,13 +135,15 @@ def collectives(text: str) -> dict[str, int]:
     return dict(Counter(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True)))
 
 
-def batch(name: str, dtype: str, text: str | None, steps: int, speculate: Speculate = "off") -> dict[str, Any]:
+def batch(
+    name: str, dtype: str, text: str | None, steps: int, speculate: Speculate = "off", more: int = 0
+) -> dict[str, Any]:
     """Generate as a user does, in a batch of ragged prompts: greedily, and drawn with a seed."""
     params = load(name, dtype, None if text is None else mesh_of(text), Path())
     runner = Runner(params)
     runner.speculator = choose(speculate, params)
     prompts = [tiny.ids(params.config, n, seed=n).tolist() for n in (1, 5, 12, 7, 3)]
-    settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i) for i in range(5)]
+    settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i + more) for i in range(5)]
     pool = Pool(runner, [2], 5)
     rows = pool.join(list(zip(prompts, settings, strict=True))).finish()
     while not all(row.done for row in rows):
@@ -183,7 +185,9 @@ def main() -> None:
         folder = hf.write_folder(Path(name) / "gpt2", hf.gpt2_config(32, 64, 2, 4, 50, 32), weights)
         result = {"cases": {case: compare(case, folder) for case in CASES}, "shards": shards()}
     result["batches"] = [batch("gqa", "float32", text, steps) for text, steps in ((None, 99), ("data:2,model:4", 3))]
-    result["guessed"] = batch("gqa", "float32", "data:2,model:4", 3, "lookup")
+    result["guessed"] = [
+        batch("gqa", "float32", text, 9, how, more=40) for text, how in ((None, "off"), ("data:2,model:4", "lookup"))
+    ]
     print(json.dumps(result))
 
 
