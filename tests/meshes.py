@@ -143,14 +143,16 @@ def collectives(text: str) -> dict[str, int]:
     return dict(Counter(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True)))
 
 
-def batch(name: str, dtype: str, text: str | None, steps: int, speculate: Speculate = "off") -> dict[str, Any]:
+def batch(
+    name: str, dtype: str, text: str | None, steps: int, speculate: Speculate = "off", more: int = 0
+) -> dict[str, Any]:
     """Generate as a user does, in a batch of ragged prompts: greedily, drawn with a seed, and letters alone."""
     params = load(name, dtype, None if text is None else mesh_of(text), Path())
     letters = tiny.Letters([bytes([i + 30]) for i in range(params.config.vocab_size)])
     runner = Runner(params, grammars=Grammars(letters, letters.vocab_size))
     runner.speculator = choose(speculate, params)
     prompts = [tiny.ids(params.config, n, seed=n).tolist() for n in (1, 5, 12, 7, 3)]
-    settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i) for i in range(5)]
+    settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i + more) for i in range(5)]
     if speculate == "off":  # beside a grammar nothing is guessed
         settings[3] = dataclasses.replace(settings[3], response_format=Format("regex", "[A-M]*"))
     pool = Pool(runner, [2], 5)
@@ -194,7 +196,9 @@ def main() -> None:
         folder = hf.write_folder(Path(name) / "gpt2", hf.gpt2_config(32, 64, 2, 4, 50, 32), weights)
         result = {"cases": {case: compare(case, folder) for case in CASES}, "shards": shards()}
     result["batches"] = [batch("gqa", "float32", text, steps) for text, steps in ((None, 99), ("data:2,model:4", 3))]
-    result["guessed"] = batch("gqa", "float32", "data:2,model:4", 3, "lookup")
+    result["guessed"] = [
+        batch("gqa", "float32", text, 9, how, more=40) for text, how in ((None, "off"), ("data:2,model:4", "lookup"))
+    ]
     print(json.dumps(result))
 
 
