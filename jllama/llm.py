@@ -108,7 +108,7 @@ class LLM:
           path: the checkpoint.
           config: sizes of a model, or a file of them as in configs/, in place of a checkpoint: its weights are random.
           tokenizer: the file of its tokenizer, or the folder; None looks in and beside the checkpoint.
-          dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
+          dtype: of the weights: "float32", "bfloat16", "int8", "int4", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
           mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `mesh.make_mesh` makes;
             None: the default device.

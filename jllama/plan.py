@@ -101,7 +101,7 @@ def plan(
     """
     run = Run(kv_dtype=kv_dtype, stacked=True)
     part = abstract_params(contents.config, contents.sources, dtype=dtype, parts=mesh.model, run=run)
-    rows = batch_rows(batch_size, mesh.data, dtype)
+    rows = batch_rows(batch_size, mesh.data)
     weights = size(part)
     read = weights - (0 if part.output is None else size(part.embedding))
 

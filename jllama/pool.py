@@ -64,8 +64,6 @@ class Pool:
         self.most = most
         self.runner = runner
         self._stop_ids = np.array(stop_ids, np.int32)
-        # int8 rounds a row alone in another way: where there can be others, a row is never alone.
-        self._least = 2 if most > 1 and runner.params.embedding.dtype == "int8" else 1
         self._reading: list[Row] = []
         self._places: list[Row | None] = []
         self._state: State | None = None
@@ -156,13 +154,13 @@ class Pool:
             self.end(row)
             return None
         ids = self._tokens[place, : self._pos[place]].tolist()
-        local, least = self._local, self._least
+        local = self._local
         self.end(row)
-        if not self.rows and local == least and place % local == 0:
+        if not self.rows and local == 1:
             self._state = None  # handed over as it is
         else:
-            sources = np.zeros(self.runner.shards * least, np.int32)
-            sources[row.shard * least :][:least] = place % local
+            sources = np.zeros(self.runner.shards, np.int32)
+            sources[row.shard] = place % local
             slots = self._slots_for(len(ids) + 1)
             state = self.runner.call(REGROUP, state, self.runner.put(sources, ROWS), slots=slots)
         return Kept(state, ids, row.shard)
@@ -178,7 +176,7 @@ class Pool:
 
     def local_rows(self, count: int) -> int:
         """Return the rows of a state for `count` rows on a shard."""
-        return max(self._least, power_of_two(count))
+        return power_of_two(count)
 
     def admit(self, rows: list[Row | None], state: State) -> None:
         """Take up rows whose prompts are read, in the order of their state's."""
