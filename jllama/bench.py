@@ -147,7 +147,7 @@ def run(
         began = time.perf_counter()
         params = load(dtype)
         jax.block_until_ready(params)  # type: ignore[no-untyped-call]
-        bench = _Bench(params, machine, repeats)
+        bench = _Bench(params, dtype, machine, repeats)
         models.append(bench.start(prompt, time.perf_counter() - began))
         for batch in batches:
             progress(f"{dtype}: batch {batch}")
@@ -162,9 +162,8 @@ def run(
 class _Bench:
     """The measurements of one model."""
 
-    def __init__(self, params: Params, machine: Machine, repeats: int) -> None:
-        self.params, self.machine, self.repeats = params, machine, repeats
-        self.dtype = params.embedding.dtype
+    def __init__(self, params: Params, dtype: str, machine: Machine, repeats: int) -> None:
+        self.params, self.dtype, self.machine, self.repeats = params, dtype, machine, repeats
         self.layer_weights, self.head_weights = counts(params.config)
         self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 

@@ -134,7 +134,7 @@ class LLM:
           path: the checkpoint.
           config: sizes of a model, or a file of them as in configs/, in place of a checkpoint: its weights are random.
           tokenizer: the file of its tokenizer, the folder, or a model's name; None looks in and beside the checkpoint.
-          dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
+          dtype: of the weights: "float32", "bfloat16", "int8", "int4", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
           context: the longest text in tokens, at most the model's own; with longrope it chooses the factors. None: the
             model's own, with longrope that of its short factors.

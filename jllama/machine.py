@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllama.run import Run
-from jllama.weights import FORMS, Linear, Plain, linear
+from jllama.weights import Linear, Plain, linear
+from jllama.weights.base import dot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,10 @@ def measure_machine(dtypes: Sequence[str], megabytes: int = 256) -> Machine:
     peak = {}
     for dtype in dtypes:
         out, width, rows = 4096, 2048, 512
-        stored = Linear(jax.tree.map(jnp.asarray, FORMS[dtype].encode(np.ones((out, width), np.float32), dtype)))
-        spread = timed(jax.jit(linear, static_argnums=2), stored, jnp.ones((rows, width)), run, repeats=5)
+        of = "int8" if dtype == "int4" else dtype  # inputs are rounded to int8 for both
+        accumulate = np.int32 if of == "int8" else np.float32
+        x = jnp.ones((rows, width), of)
+        spread = timed(jax.jit(dot, static_argnums=2), jnp.ones((out, width), of), x, accumulate, repeats=5)
         peak[dtype] = 2 * out * width * rows / spread.fastest
     devices = ", ".join(sorted({d.device_kind for d in jax.devices()}))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

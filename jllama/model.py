@@ -254,7 +254,7 @@ def attention(
     """
     b, t, _ = x.shape
     n_kv, h = config.n_kv_heads, config.head_dim
-    q, k, v = jnp.split(linear(layer.wqkv, x, run), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
+    q, k, v = jnp.split(linear(layer.wqkv, x, run, fine=True), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
     if config.width_norms:
         q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
     q, k, v = q.reshape(b, t, config.n_heads, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)

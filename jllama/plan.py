@@ -101,7 +101,7 @@ def plan(
     """
     run = Run(kv_dtype=kv_dtype, stacked=True)
     part = abstract_params(contents.config, contents.sources, dtype=dtype, parts=mesh.model, run=run)
-    rows = batch_rows(batch_size, mesh.data, dtype)
+    rows = batch_rows(batch_size, mesh.data)
     weights = size(part)
     read = read_bytes(part, rows)
 

@@ -33,8 +33,6 @@ class Pool:
         self.most = most
         self.runner = runner
         self._stop_ids = stop_ids
-        # int8 rounds a row alone in another way: where there can be others, a row is never alone.
-        self._least = 2 if most > 1 and runner.params.embedding.dtype == "int8" else 1
         self._reading: list[Row] = []
         self._places: list[Row | None] = []
         self._state: State | None = None
@@ -160,7 +158,7 @@ class Pool:
         if place is None or state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             self.end(row)
             return None
-        if len(self.rows) == 1 and self._local == self._least and place % self._local == 0:
+        if len(self.rows) == 1 and self._local == 1:
             kept = Kept(state, self._tokens[place, : self._pos[place]].tolist(), row.shard)
             self._state = None  # handed over as it is
         else:
@@ -172,8 +170,8 @@ class Pool:
         """Return what can be used again of a row that goes on."""
         assert row.place is not None
         ids = self._tokens[row.place, : self._pos[row.place]].tolist()
-        sources = np.zeros(self.runner.shards * self._least, np.int32)
-        sources[row.shard * self._least :][: self._least] = row.place % self._local
+        sources = np.zeros(self.runner.shards, np.int32)
+        sources[row.shard] = row.place % self._local
         slots = self._slots_for(len(ids) + 1)
         state = self.runner.call(REGROUP, self._state, self.runner.put(sources, ROWS), slots=slots)
         return Kept(state, ids, row.shard)
@@ -189,7 +187,7 @@ class Pool:
 
     def local_rows(self, count: int) -> int:
         """Return the rows of a state for `count` rows on a shard."""
-        return max(self._least, power_of_two(count))
+        return power_of_two(count)
 
     def admit(self, rows: list[Row | None], state: State) -> None:
         """Take up rows whose prompts are read, in the order of their state's."""

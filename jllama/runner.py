@@ -136,11 +136,9 @@ class Runner:
         setattr(self.timings, f"{phase}_seconds", getattr(self.timings, f"{phase}_seconds") + spent)
 
 
-def batch_rows(prompts: int, shards: int, dtype: str) -> int:
-    """Return how many rows of a batch each of `shards` gets, with weights of a dtype."""
-    rows = power_of_two(-(-prompts // shards))
-    # int8 rounds a row alone in another way: its text would depend on the mesh.
-    return max(rows, 2) if dtype == "int8" and prompts > 1 else rows
+def batch_rows(prompts: int, shards: int) -> int:
+    """Return how many rows of a batch each of `shards` gets."""
+    return power_of_two(-(-prompts // shards))
 
 
 def block_width(rows: int, longest: int, scores: int) -> int:

@@ -52,18 +52,13 @@ std::vector<float> run(const jllama::Kernels& kernels, int64_t threads, Case c) 
   if (s[0] == 0 || s[0] == 1) {  // out, rows, in; w, x
     jllama::Product p{a[0].data(), a[1].data(), y.data(), s[1], s[2], s[3]};
     (s[0] == 0 ? jllama::dot_float32 : jllama::dot_bfloat16)(pool, kernels, p);
-  } else if (s[0] == 2) {  // out, rows, in, fine; w, its scales, x
-    jllama::ProductInt8 p{};
-    p.w = data<int8_t>(a[0]), p.w_scale = data<float>(a[1]), p.y = y.data();
-    p.out = s[1], p.rows = s[2], p.in = s[3];
-    jllama::dot_int8(pool, kernels, p, data<float>(a[2]), s[4]);
-  } else if (s[0] == 3) {  // out, rows, in, kind; the parts of the groups, x
+  } else if (s[0] == 2) {  // out, rows, in, kind, fine; the parts of the groups, x
     jllama::ProductGroups p{};
     p.w = {data<uint8_t>(a[0]), data<uint8_t>(a[1]),  data<uint8_t>(a[2]),
            data<uint8_t>(a[3]), data<uint16_t>(a[4]), data<uint16_t>(a[5])};
     p.y = y.data();
     p.out = s[1], p.rows = s[2], p.in = s[3];
-    jllama::dot_groups(pool, kernels, static_cast<jllama::GroupKind>(s[4]), p, data<float>(a[6]));
+    jllama::dot_groups(pool, kernels, static_cast<jllama::GroupKind>(s[4]), p, data<float>(a[6]), s[5]);
   } else {  // B, T, N, K, S, H, window, bfloat16; q, k, v, the caches, first; the scale of the scores is 0.3
     jllama::Attention t{};
     t.q = data<float>(a[0]), t.out = y.data();

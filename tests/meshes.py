@@ -42,6 +42,7 @@ ROWS, PROMPT, NEW = 8, 6, 8
 LLAMAS: dict[str, tuple[Config, bool, bool]] = {
     "mha": (*tiny.CONFIGS["mha"], False),
     "gqa": (*tiny.CONFIGS["gqa"], False),
+    "wide": (Config(64, 128, 2, 4, 2, 97, 64, head_dim=32), False, False),  # parts of whole groups
     "qwen3": (Config(48, 80, 2, 8, 4, 96, 64, head_dim=8), True, True),  # biases, norms of heads
 }
 LLAMAS["experts"] = (
@@ -50,7 +51,7 @@ LLAMAS["experts"] = (
 )
 CASES = {
     "gqa float32": ["data:8", "model:8", "data:2,model:4"],  # 2 key heads: several devices have the same one
-    "gqa int8": ["data:4", "model:4", "data:2,model:4"],
+    "wide int8": ["data:4", "model:4", "data:2,model:4"],
     "qwen3 float32": ["data:2,model:2"],
     "experts float32": ["data:2,model:4"],
     "gpt2 float32": ["data:4", "model:4", "data:2,model:2"],
@@ -180,7 +181,7 @@ def batch(
 
 def shards() -> dict[str, Any]:
     """Say what each device holds of each leaf, as a fraction of the single device's."""
-    one, many = (load("mha", "int8", mesh, Path()) for mesh in (None, mesh_of("data:2,model:4")))
+    one, many = (load("wide", "int8", mesh, Path()) for mesh in (None, mesh_of("data:2,model:4")))
     found = {}
     for (path, whole), leaf in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(many), strict=True):
         parts = {whole.nbytes / shard.data.nbytes for shard in leaf.addressable_shards}

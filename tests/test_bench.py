@@ -85,6 +85,6 @@ def test_table_and_csv(run: Run, config: str) -> None:
     assert all(float(r["median"]) > 0 for r in rows)
 
 
-@pytest.mark.parametrize("flag", ["--bench_batches=0", "--bench_batches=x", "--bench_dtypes=int4", "--bench_new=0"])
+@pytest.mark.parametrize("flag", ["--bench_batches=0", "--bench_batches=x", "--bench_dtypes=int2", "--bench_new=0"])
 def test_wrong_flags(run: Run, config: str, flag: str) -> None:
     assert flag.removeprefix("--").split("=")[0] in error(run(*FLAGS, config, flag))

@@ -1,12 +1,16 @@
 """Weights in groups: GGUF's values as gguf-py gives them, and products against float64 NumPy."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
-from jllama import kernels
+from jllama import LLM, kernels
+from jllama.checkpoint.build import STORED, build_params, sources_of
+from jllama.checkpoint.source import Source, Stored
 from jllama.weights import groups
 from jllama.weights.groups import KINDS, Groups
 
@@ -16,6 +20,7 @@ native = pytest.mark.parametrize(
     "native",
     [False, pytest.param(True, marks=pytest.mark.skipif(not kernels.has("groups"), reason=kernels.explain()))],
 )
+GGUF = kernels.GROUPS[:8]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -34,15 +39,29 @@ def blocks(kind: str, rows: int, columns: int) -> Array:
 
 
 def weights(kind: str, rows: int, columns: int) -> tuple[Groups, Array]:
+    """Weights of a kind, and their values."""
+    if kind not in GGUF:
+        w = groups.encode(np.random.default_rng(rows).normal(size=(rows, columns)).astype(np.float32), kind)
+        return w, values(w)
     raw = blocks(kind, rows, columns)
     return groups.from_blocks(raw, kind), quants.dequantize(raw, GGMLQuantizationType[kind.upper()])
+
+
+def values(w: Groups) -> Array:
+    """What int8, int4 and q80 stand for."""
+    u = w.values.astype(np.float32)
+    if w.kind == "int4":
+        low, high = (np.reshape(w.values >> shift & 15, (len(w.values), -1, 16)) for shift in (0, 4))
+        u = np.concatenate([low, high], axis=-1).reshape(len(w.values), -1).astype(np.float32) - 8
+    d, m = (0 if part is None else part.astype(np.float32).repeat(32, axis=-1) for part in (w.d, w.m))
+    return u * d + m
 
 
 def on_device(w: Groups) -> Groups:
     return jax.tree.map(jnp.asarray, w)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", GGUF)
 def test_values_are_the_files(kind: str) -> None:
     w, right = weights(kind, 5, 768)
     assert w.shape == (5, 768)
@@ -99,7 +118,7 @@ def test_what_is_not_finite_stays_so(native: bool) -> None:
     assert not y[3].any()
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("q8_0", 127), ("q4_1", 7.5)])
+@pytest.mark.parametrize(("kind", "steps"), [("q80", 127), ("int8", 127), ("int4", 7)])
 def test_floats_are_rounded_to_the_nearest_step(kind: str, steps: float) -> None:
     x = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32)
     x[2, 32:64] = 0
@@ -107,13 +126,56 @@ def test_floats_are_rounded_to_the_nearest_step(kind: str, steps: float) -> None
     # Half a step, and what float16 loses of the scales.
     assert (np.abs(groups.encode(x, kind).decode() - x) <= largest / steps / 2 + largest * 2e-3).all()
     assert not groups.encode(x, kind).decode()[2, 32:64].any()
+    np.testing.assert_array_equal(groups.encode(x, kind).decode(), values(groups.encode(x, kind)))
+
+
+def test_int4_is_nearer_than_q4_0() -> None:
+    """By a twentieth of the squared error, where each element counts as its square does, on normal numbers."""
+    x = np.random.default_rng(1).normal(size=(50, 320)).astype(np.float32)
+    by_gguf = quants.dequantize(quants.quantize(x, GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0)
+    errors = [np.square(x * (y - x)).sum() for y in (groups.encode(x, "int4").decode(), by_gguf)]
+    assert errors[0] < 0.95 * errors[1]
+
+
+@pytest.mark.parametrize("name", ["stories", "stories260K"])
+def test_int4_predicts_no_worse_than_q4_0(shared: Path, name: str) -> None:
+    path = "stories" if name == "stories" else shared / "models/stories260K/stories260K.bin"
+    exact = LLM.load(path, dtype="float32")
+
+    def rounded(source: Source) -> Source:
+        rows = source.read(0, source.shape[0])
+        if rows.ndim == 1 or rows.shape[1] % 32:
+            return source
+        blocks = quants.quantize(rows, GGMLQuantizationType.Q4_0)
+        return source._replace(stored=Stored("q4_0", lambda start, stop: blocks[start:stop]))
+
+    sources = {tensor: rounded(source) for tensor, source in sources_of(exact.params).items()}
+    by_gguf = build_params(exact.params.config, sources, dtype=STORED, origin="test", run=exact.params.run)
+    text = (shared / "text/tinystories_sample.txt").read_text()[:12_000]
+    right, q4_0 = (llm.score(text).perplexity for llm in (exact, LLM(by_gguf, exact.tokenizer)))
+    assert right < LLM.load(path, dtype="int4").score(text).perplexity < q4_0
+
+
+def test_int8_keeps_what_was_quantised_to_4_bits() -> None:
+    x = np.random.default_rng(0).normal(size=(40, 320)).astype(np.float32)
+    kept = quants.dequantize(quants.quantize(x, GGMLQuantizationType.Q4_1), GGMLQuantizationType.Q4_1)
+    largest = np.abs(kept).reshape(40, -1, 32).max(axis=-1).repeat(32, axis=-1)
+    assert (np.abs(groups.encode(kept, "int8").decode() - kept) <= 1e-3 * largest).all()  # a step is twice 1/255
+
+
+@pytest.mark.parametrize("kind", ["q80", "int8", "int4"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows(kind: str, value: float) -> None:
+    x = np.ones((2, 64), np.float32)
+    x[1, 40] = value
+    assert np.isfinite(groups.encode(x, kind).decode()).reshape(4, 32).all(axis=1).tolist() == [True] * 3 + [False]
 
 
 def test_what_is_no_whole_number_of_blocks() -> None:
     with pytest.raises(ValueError, match="rows of 19 bytes: expected a multiple of q4_0's 18"):
         groups.from_blocks(np.zeros((2, 19), np.uint8), "q4_0")
-    with pytest.raises(ValueError, match="expected q8_0 or q4_1, and a multiple of 32"):
-        groups.encode(np.zeros((2, 33), np.float32), "q8_0")
+    with pytest.raises(ValueError, match="expected q80, int8 or int4, and a multiple of 32"):
+        groups.encode(np.zeros((2, 33), np.float32), "int8")
 
 
 @pytest.mark.skipif(not kernels.has("groups"), reason=kernels.explain())

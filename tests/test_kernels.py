@@ -1,6 +1,5 @@
 """The optional kernels: their results against float64 NumPy, whole models with them, and when they may be used."""
 
-import functools
 import json
 import os
 import re
@@ -22,7 +21,6 @@ from jllama.config import Config
 from jllama.decode import Stop
 from jllama.model import Params, init_cache, step
 from jllama.run import choose
-from jllama.weights.int8 import quantize
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.explain()}")
 # Widths around the vectors of 16, 32 and 64 elements, outputs around the tiles of 4.
@@ -37,17 +35,12 @@ def with_kernels(params: Params) -> Params:
 def weights(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> tuple[tuple[jax.Array, ...], Array]:
     """What a product takes, and the weights' values in float64."""
     w = rng.normal(size=shape).astype(np.float32)
-    if dtype == "int8":
-        q = quantize(jnp.asarray(w))
-        return (q.values, q.scale), np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)[..., None]
     stored = jnp.asarray(w, dtype)
     return (stored,), np.asarray(stored, np.float64)
 
 
 def product(w: tuple[jax.Array, ...], x: Array | jax.Array, layer: int | None = None) -> Array:
-    number = None if layer is None else jnp.int32(layer)
-    dot = kernels.dot if len(w) == 1 else functools.partial(kernels.dot_int8, fine=True)
-    return np.asarray(dot(*w, jnp.asarray(x), number))
+    return np.asarray(kernels.dot(*w, jnp.asarray(x), None if layer is None else jnp.int32(layer)))
 
 
 @pytest.mark.skipif(os.environ.get("JLLAMA_EXPECT") != "native", reason="JLLAMA_EXPECT=native doesn't ask for kernels")
@@ -59,7 +52,7 @@ needs = {
     dtype: pytest.param(
         dtype, marks=pytest.mark.skipif(not kernels.has(dtype), reason=f"no kernel: {kernels.explain()}")
     )
-    for dtype in ("float32", "bfloat16", "int8")
+    for dtype in ("float32", "bfloat16")
 }
 
 
@@ -73,9 +66,7 @@ def test_products(dtype: str, shape: tuple[int, int], rows: int) -> None:
     if dtype == "bfloat16":
         x = np.asarray(jnp.asarray(x, dtype), np.float32)
     y = product(w, x)
-    # int8 is rounded twice: what is lost is 1/254 of half a step.
-    lost = np.abs(x).max(axis=1, keepdims=True) / 127 / 254 * np.abs(exact).sum(axis=1) if dtype == "int8" else 0.0
-    bound = 1e-6 * np.abs(x).astype(np.float64) @ np.abs(exact).T + 1.01 * lost
+    bound = 1e-6 * np.abs(x).astype(np.float64) @ np.abs(exact).T
     np.testing.assert_array_less(np.abs(y - x.astype(np.float64) @ exact.T), bound + 1e-30)
 
 
@@ -115,18 +106,6 @@ def test_extremes(dtype: str) -> None:
     np.testing.assert_allclose(y[4] / 2.0**120, exact.sum(axis=1), rtol=0, atol=1e-4)
     assert np.abs(y[5]).max() < 1e-42
     assert not product(w, np.zeros((1, 40), np.float32)).any()
-
-
-@pytest.mark.skipif(not kernels.has("int8"), reason="no kernel for int8")
-@pytest.mark.parametrize("rows", [1, 3, 32])
-def test_int8_rounds_as_quantize_does(rows: int) -> None:
-    rng = np.random.default_rng(rows)
-    w, exact = weights(rng, "int8", (33, 300))
-    x = (rng.normal(size=(rows, 300)) * 10.0 ** rng.integers(-3, 4, (rows, 1))).astype(np.float32)
-    q = quantize(jnp.asarray(x))
-    rounded = np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)[:, None]
-    y = np.asarray(kernels.dot_int8(*w, jnp.asarray(x), fine=False))
-    np.testing.assert_array_less(np.abs(y - rounded @ exact.T), 1e-6 * np.abs(rounded) @ np.abs(exact).T)
 
 
 def attention(q: Array, k: Array, v: Array, first: Array, window: int | None, scale: float) -> Array:
@@ -406,7 +385,6 @@ extern "C" const char* jllama_source() {{ return "{}"; }}
 extern "C" int jllama_ffi_major() {{ return {}; }}
 extern "C" int jllama_ffi_minor() {{ return {}; }}
 extern "C" void jllama_dot() {{}}
-extern "C" void jllama_dot_int8() {{}}
 extern "C" void jllama_dot_groups() {{}}
 extern "C" void jllama_attend() {{}}
 """

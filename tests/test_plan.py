@@ -59,10 +59,10 @@ def test_the_parts_of_the_batch_and_of_the_model() -> None:
         planned("llama2_70b", "bfloat16", Shape(1, 3), 32)
 
 
-def test_int8_has_a_scale_a_row() -> None:
-    found = planned("llama2_70b", "int8", Shape(1, 1), 1)
-    scales = L * ((64 + 8 + 8) * 128 + D + 2 * F + D) + 2 * V
-    assert found.weights == L * LAYER + 2 * V * D + 4 * scales + 4 * (2 * L + 1) * D
+@pytest.mark.parametrize(("dtype", "bits"), [("int8", 9), ("int4", 4.5)])
+def test_bits_of_an_element(dtype: str, bits: float) -> None:
+    found = planned("llama2_70b", dtype, Shape(1, 1), 1)
+    assert found.weights == (L * LAYER + 2 * V * D) * bits / 8 + 4 * (2 * L + 1) * D
 
 
 @pytest.mark.parametrize("dtype", checkpoint.DTYPES)

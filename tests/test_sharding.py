@@ -108,14 +108,19 @@ def test_parts_make_up_the_whole(count: int) -> None:
             assert len(rows) - len(whole) == (-97 % count if whole.shape[0] == 97 else 0)
 
 
-def test_a_part_in_int8_has_the_scales_of_whole_rows() -> None:
-    weights = meshes.llama_weights("gqa")
+@pytest.mark.parametrize(("count", "dtype"), [(4, "int8"), (8, "float32")])
+def test_a_part_in_int8_has_whole_groups_or_none(count: int, dtype: str) -> None:
+    weights = meshes.llama_weights("wide")
     name = "layers.0.feed_forward.w2.weight"
     (whole,) = build._read([[[sources_of(weights)[name]]]], "int8", stacked=False)
-    parts = [part(sources_of(weights), tiny.CONFIGS["gqa"][0], i, 4)[name] for i in range(4)]
-    for i, found in enumerate(build._read([[[p]] for p in parts], "int8", stacked=False)):
-        np.testing.assert_array_equal(found.values, whole.values[:, 20 * i : 20 * i + 20])
-        np.testing.assert_array_equal(found.scale, whole.scale)
+    parts = [[[part(sources_of(weights), Config(64, 128, 2, 8, 8, 97, 64), i, count)[name]]] for i in range(count)]
+    assert build._form(parts[0], "int8") == dtype
+    for i, found in enumerate(build._read(parts, dtype, stacked=False)):
+        width = 128 // count
+        columns = slice(width * i, width * (i + 1))
+        np.testing.assert_array_equal(
+            found.decode(), whole.decode()[:, columns] if dtype == "int8" else weights[name][:, columns]
+        )
 
 
 def test_random_weights_can_be_read_in_any_order() -> None:
@@ -312,7 +317,7 @@ def test_a_process_has_memory_for_its_part_alone(tmp_path: Path, dtype: str) -> 
     port = str(free_port())
     for out in finish([start([sys.executable, "-c", tiny.PEAK, str(path), dtype, port, str(i)]) for i in range(2)]):
         grown, weights = map(int, out.splitlines()[-1].split())
-        size = {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
+        size = {"float32": 4, "bfloat16": 2, "int8": 9 / 8, "int4": 4.5 / 8}[dtype]
         assert 0.5 < weights / (size * 109.5e6) < 0.52  # 109.5 million parameters, a half of nearly all of them
         assert 0.95 * weights < grown < 1.1 * weights + 20e6
 

@@ -63,7 +63,7 @@ def test_it_knows_how_stories_go() -> None:
     assert llm.score(STORY).bits_per_byte < 0.9
     backwards = " ".join(reversed(STORY.split()))
     assert llm.score(backwards).bits_per_byte > 1.5
-    assert LLM.load("stories").dtype == "int8"
+    assert LLM.load("stories").dtype == "q80"
     assert LLM.load("stories").score(STORY).bits_per_byte < 1.02 * llm.score(STORY).bits_per_byte
 
 

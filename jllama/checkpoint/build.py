@@ -34,7 +34,7 @@ from jllama.weights.groups import from_blocks
 
 __all__ = ["DTYPES", "CheckpointError", "Contents", "abstract_params", "blocks", "build_params", "sources_of"]
 
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES = ("float32", "bfloat16", "int8", "int4")
 STORED = "stored"  # each matrix in the form that its file has it in, where there is one
 PLAIN = Run()
 
@@ -186,14 +186,13 @@ def _matrices(layers: list[list[Source]], experts: int) -> list[list[Source]]:
 
 def _form(layers: Sequence[Sequence[Source]], dtype: str) -> str:
     """Return the form of the leaf that some tensors of each layer make up."""
-    if dtype != STORED:
-        return dtype
-    kinds = {source.stored.kind if source.stored else None for sources in layers for source in sources}
-    kind = kinds.pop()
-    if kind is None and not kinds:
-        return "float32"
-    # Leaves of several types, and of rare ones, are kept in 8 bits: of what they were, little is lost.
-    return kind if kind in KINDS and not kinds else "q8_0"
+    if dtype == STORED:
+        kinds = {source.stored.kind if source.stored else "float32" for sources in layers for source in sources}
+        # Leaves of several types, and of rare ones, are kept in 8 bits: of what they were, little is lost.
+        dtype = kinds.pop() if len(kinds) == 1 else "int8"
+        dtype = dtype if dtype in FORMS else "int8"
+    is_whole = layers[0][0].shape[-1] % 32 == 0  # else there are no groups
+    return dtype if is_whole or dtype not in KINDS else "float32"
 
 
 def _encoded(source: Source, form: str, start: int, stop: int) -> Weight:

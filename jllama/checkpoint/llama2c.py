@@ -24,7 +24,7 @@ import numpy as np
 from jllama.checkpoint.build import CheckpointError, Contents, blocks, sources_of
 from jllama.checkpoint.files import replacing
 from jllama.checkpoint.mapped import map_file, release
-from jllama.checkpoint.source import Array, Source
+from jllama.checkpoint.source import Array, Source, Stored
 from jllama.config import Config, ConfigError
 from jllama.model import Params
 from jllama.tensors import tensors
@@ -72,7 +72,8 @@ def read(path: Path) -> Contents:
             if name not in _TABLES:
                 sources[name] = _source(data, offset, shape, header.group_size)
             offset += _tensor_size(shape, header.group_size)
-    return Contents(header.config, sources, "int8" if header.group_size else "float32")
+    # Groups of other sizes can only be widened.
+    return Contents(header.config, sources, "q80" if header.group_size and header.group_size % 32 == 0 else "float32")
 
 
 def file_size(header: Header) -> int:
@@ -181,7 +182,20 @@ def _source(data: mmap.mmap, offset: int, shape: tuple[int, ...], group_size: in
             flat: Array = (values.reshape(-1, group_size) * scales[:, None]).ravel()
         return flat[start * width - first * group_size :][: (stop - start) * width].reshape(-1, width)
 
-    return Source(shape, read_groups if group_size and len(shape) == 2 else read)
+    def blocks_of(start: int, stop: int) -> Array:
+        """Give rows of values and scales as blocks of q80: a scale for each 32 values."""
+        release(data)
+        first, last = start * width // 32, stop * width // 32
+        values = np.frombuffer(data, np.int8, (last - first) * 32, offset + first * 32).reshape(-1, 32)
+        scales = np.frombuffer(data, "<f4", count // group_size, offset + count)
+        own = scales[np.arange(first, last) * 32 // group_size]
+        joined = np.concatenate([own.astype("<f4")[:, None].view(np.uint8), values.view(np.uint8)], axis=1)
+        return joined.reshape(stop - start, -1)
+
+    if not group_size or len(shape) != 2:
+        return Source(shape, read)
+    is_kept = math.gcd(group_size, width) % 32 == 0
+    return Source(shape, read_groups, stored=Stored("q80", blocks_of) if is_kept else None)
 
 
 def _header_for(params: Params, version: int, path: Path) -> Header:

@@ -10,7 +10,7 @@ from absl import flags
 from jllama.settings import Settings
 
 FLAGS = flags.FLAGS
-DTYPES = ("float32", "bfloat16", "int8")  # as in jllama.checkpoint, which takes a second to import
+DTYPES = ("float32", "bfloat16", "int8", "int4")  # as in jllama.checkpoint, which takes a second to import
 _ALL = "run chat serve perplexity bench plan convert"
 _ANY = f"{_ALL} pull list rm"
 _TEXT = "run chat serve perplexity"
@@ -83,7 +83,7 @@ GROUPS: dict[str, list[Flag]] = {
                 "dtype",
                 "auto",
                 ["auto", *DTYPES],
-                f"precision of the weights: {', '.join(DTYPES)}; auto: as stored in the file; int8 is the fastest",
+                f"precision of the weights: {', '.join(DTYPES)}; auto: as in the file; the fewer bits the faster",
             ),
             f"{_TEXT} plan convert",
         ),

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import jax
 
 _HERE = Path(__file__).parent
-_HANDLERS = ("jllama_dot", "jllama_dot_int8", "jllama_dot_groups", "jllama_attend")
+_HANDLERS = ("jllama_dot", "jllama_dot_groups", "jllama_attend")
 # Kinds of groups, in the order of the kernels'.
-GROUPS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
-_KERNELS = ("float32", "bfloat16", "int8", "groups", "attention")  # in the library's order
+GROUPS = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "int8", "q80")
+_KERNELS = ("float32", "bfloat16", "groups", "attention")  # in the library's order
 
 
 class _Loaded(NamedTuple):
@@ -46,7 +46,7 @@ def available() -> bool:
 
 
 def has(name: str) -> bool:
-    """Whether a kernel runs here: products with "float32", "bfloat16", "int8" or "groups", or "attention"."""
+    """Whether a kernel runs here: products with "float32", "bfloat16" or "groups", or "attention"."""
     return name in _load().sets and available()
 
 
@@ -95,28 +95,9 @@ def dot(w: jax.Array, x: jax.Array, layer: jax.Array | None = None) -> jax.Array
     return y
 
 
-def dot_int8(
-    values: jax.Array, scale: jax.Array, x: jax.Array, layer: jax.Array | None = None, *, fine: bool
+def dot_groups(
+    kind: str, parts: Sequence[jax.Array | None], x: jax.Array, layer: jax.Array | None = None, *, fine: bool = False
 ) -> jax.Array:
-    """Multiply `x`, rounded to int8 with one scale a row, by an int8 weight transposed.
-
-    Args:
-      values: int8 `[out, in]`, or `[L, out, in]` with a layer.
-      scale: float32 `[out]` or `[L, out]`: the weight is values times scale.
-      x: float32 `[R, in]`.
-      layer: as for `dot`.
-      fine: whether what the rounding of x left is rounded and multiplied too.
-
-    Returns:
-      float32 `[R, out]`.
-    """
-    y: jax.Array = _call("jllama_dot_int8", _float32(x.shape[0], values.shape[-2]))(
-        values, scale, _number(layer, 2, values), x, fine=bool(fine)
-    )
-    return y
-
-
-def dot_groups(kind: str, parts: Sequence[jax.Array | None], x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
     """Multiply `x`, rounded to int8 with a scale for each 32 elements, by a weight in groups, transposed.
 
     Args:
@@ -124,6 +105,7 @@ def dot_groups(kind: str, parts: Sequence[jax.Array | None], x: jax.Array, layer
       parts: those of `weights.groups.Groups`, each `[out, n]`, or `[L, out, n]` with a layer.
       x: float32 `[R, in]`.
       layer: as for `dot`.
+      fine: whether what the rounding of x left is rounded and multiplied too.
 
     Returns:
       float32 `[R, out]`.
@@ -135,7 +117,7 @@ def dot_groups(kind: str, parts: Sequence[jax.Array | None], x: jax.Array, layer
     dtypes = (jnp.uint8,) * 4 + (jnp.float16,) * 2
     filled = [jnp.zeros(0, dtype) if part is None else part for part, dtype in zip(parts, dtypes, strict=True)]
     y: jax.Array = _call("jllama_dot_groups", _float32(x.shape[0], there[0].shape[-2]))(
-        *filled, _number(layer, 2, *there), x, kind=np.int64(GROUPS.index(kind))
+        *filled, _number(layer, 2, *there), x, kind=np.int64(GROUPS.index(kind)), fine=fine
     )
     return y
 

@@ -221,7 +221,6 @@ inline void add_plain(jllama::Kernels& kernels) {
   kernels.dot_bfloat16 = dot<Plain<uint16_t, float>>;
   kernels.round_bfloat16 = round_in_place;
   kernels.bfloat16_bytes = sizeof(float);
-  kernels.round_int8 = round_int8;
   kernels.store_bfloat16 = convert<uint16_t>;
   kernels.attend = attend_any;
   kernels.merge = merge;

@@ -76,9 +76,8 @@ Kernels kernels_up_to(const InstructionSet& last) {
     const Kernels before = kernels;
     set->add(kernels);
     const bool changed[] = {kernels.dot_float32 != before.dot_float32, kernels.dot_bfloat16 != before.dot_bfloat16,
-                            kernels.dot_int8 != before.dot_int8,
                             kernels.dot_groups[0] != before.dot_groups[0], kernels.attend != before.attend};
-    for (int i = 0; i < 5; ++i)
+    for (int i = 0; i < 4; ++i)
       if (changed[i]) kernels.sets[i] = static_cast<int>(set - kInstructionSets);
   }
   return kernels;

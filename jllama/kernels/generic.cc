@@ -11,29 +11,20 @@ typedef int8_t Bytes __attribute__((vector_size(8)));
 typedef int16_t Words __attribute__((vector_size(16)));
 
 // Two products of bytes fit into 16 bits: weights are within -128 .. 127 and x within -127 .. 127.
-struct Int8 : Integers<16> {
-  using Sum = Vector::Int;
+struct Int8 {
   struct Pair {
     Words low, high;
   };
-  static Vector::Int zero() { return Vector::Int{}; }
-  static Pair weight(const int8_t* p) { return weight(p, kWidth); }
-  static Pair weight(const int8_t* p, int64_t n) {
-    Bytes parts[2] = {};
-    std::memcpy(parts, p, n);
+  static Pair load(const int8_t* p) {
+    Bytes parts[2];
+    std::memcpy(parts, p, sizeof(parts));
     return {__builtin_convertvector(parts[0], Words), __builtin_convertvector(parts[1], Words)};
   }
-  static Pair element(const int8_t* p) { return weight(p); }
-  static Pair element(const int8_t* p, int64_t n) { return weight(p, n); }
   static Vector::Int add(Vector::Int sum, Pair w, Pair x) {
     const Words products = w.low * x.low + w.high * x.high;
     return sum + ((Vector::Int)products >> 16) + ((Vector::Int)products << 16 >> 16);
   }
-  static void totals(const Vector::Int* sum, int32_t* to) {
-    for (int o = 0; o < kOutputs; ++o) to[o] = (sum[o][0] + sum[o][1]) + (sum[o][2] + sum[o][3]);
-  }
 };
-
 
 // Bytes in groups, unpacked: see groups.h.
 struct GroupBytes {
@@ -95,7 +86,7 @@ struct GroupBytes {
     for (int64_t g = 0; g < kSpan / group; ++g) {
       Vector::Int products{};
       for (int64_t i = g * group; i < (g + 1) * group; i += 16)
-        products = Int8::add(products, Int8::weight(u.at + i), Int8::weight(x + i));
+        products = Int8::add(products, Int8::load(u.at + i), Int8::load(x + i));
       sum += __builtin_convertvector(products, Vector::Float) * scales.at[span * (kSpan / group) + g];
     }
     return sum;
@@ -106,6 +97,5 @@ struct GroupBytes {
 
 void jllama::add_generic(Kernels& kernels) {
   add_plain(kernels);
-  kernels.dot_int8 = ::dot_int8<Int8>;
   add_groups<GroupBytes>(kernels);
 }

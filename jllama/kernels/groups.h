@@ -13,8 +13,8 @@ using jllama::Groups;
 using jllama::ProductGroups;
 
 // A kind of groups: its elements' low and high bits, the elements of a group, whether groups have scales of their own
-// (256 elements share a d then) and an m, and what stands for 0 where there is no m.
-template <class I, int low_bits, int high_bits, int group, bool own_scales, bool has_m, int zero>
+// (256 elements share a d then) and an m, what stands for 0 where there is no m, and how many uint16_t a d takes.
+template <class I, int low_bits, int high_bits, int group, bool own_scales, bool has_m, int zero, int wide = 1>
 struct Kind {
   static constexpr int64_t kGroup = group;
   static constexpr int64_t kStep = Vector::kWidth * kGroup;  // elements whose scales fill a vector
@@ -24,7 +24,7 @@ struct Kind {
   static int64_t high_bytes(int64_t k) { return k * high_bits / 8; }
   static int64_t scales(int64_t k) { return own_scales ? k / kGroup : 0; }
   static int64_t mins(int64_t k) { return has_m ? scales(k) : 0; }
-  static int64_t ds(int64_t k) { return (k + kShare - 1) / kShare; }
+  static int64_t ds(int64_t k) { return (k + kShare - 1) / kShare * wide; }
   static int64_t ms(int64_t k) { return has_m ? ds(k) : 0; }
 
   // The parts from row `o` on, and from element k of a row on, which begins a step.
@@ -34,7 +34,7 @@ struct Kind {
   }
   static Groups from(const Groups& w, int64_t k) {
     return {w.values + bytes(k), w.high + high_bytes(k),          w.scales + scales(k),
-            w.mins + mins(k),    w.d + k / kShare, w.m + (has_m ? k / kShare : 0)};
+            w.mins + mins(k),    w.d + k / kShare * wide, w.m + (has_m ? k / kShare : 0)};
   }
 
   // The last elements of a row, in memory of a whole step.
@@ -42,7 +42,7 @@ struct Kind {
     alignas(64) uint8_t values[kStep * low_bits / 8] = {};
     uint8_t high[kStep * high_bits / 8 + 1] = {};
     uint8_t scales[Vector::kWidth] = {}, mins[Vector::kWidth] = {};
-    uint16_t d[Vector::kWidth] = {}, m[Vector::kWidth] = {};
+    uint16_t d[Vector::kWidth * wide] = {}, m[Vector::kWidth] = {};
     Tail(const Groups& w, int64_t n) {
       std::memcpy(values, w.values, bytes(n));
       if (high_bits) std::memcpy(high, w.high, high_bytes(n));
@@ -79,6 +79,8 @@ struct Kind {
   static void scales_of(const Groups& w, Vector::Float& a, Vector::Float& b) {
     if constexpr (own_scales)
       a = Vector::multiply(shared(w.d), I::template bytes<group == 16>(w.scales));
+    else if constexpr (wide == 2)
+      std::memcpy(&a, w.d, sizeof(a));
     else
       a = I::halves(w.d);
     if constexpr (!has_m)
@@ -87,6 +89,7 @@ struct Kind {
       b = Vector::multiply(Vector::multiply(shared(w.m), Vector::set(-1.0f)), I::template bytes<false>(w.mins));
     else
       b = I::halves(w.m);
+    if constexpr (has_m && low_bits == 8) b = Vector::multiply_add(a, Vector::set(-static_cast<float>(I::kRaised)), b);
   }
 };
 
@@ -150,22 +153,25 @@ void group_tile_of(int rows, const ProductGroups& p, int64_t row, int64_t o, int
 
 template <class I, class K>
 void dot_groups(const ProductGroups& p, Span outputs, Span rows) {
-  for (int64_t r = rows.begin; r < rows.end; r += kRows) {
-    const int n = std::min<int64_t>(kRows, rows.end - r);
+  // Rows that are added up are rows of the same tile.
+  const int64_t step = kRows / p.each * p.each, end = rows.end * p.each;
+  for (int64_t r = rows.begin * p.each; r < end; r += step) {
+    const int n = std::min(step, end - r);
     for (int64_t o = outputs.begin; o < outputs.end; o += kOutputs) {
       const int m = std::min<int64_t>(kOutputs, outputs.end - o);
       float totals[kRows][kOutputs];
-      group_tile_of<I, K>(n, p, r, o, m, r == rows.begin, totals);
-      for (int i = 0; i < n; ++i) std::memcpy(p.y + (r + i) * p.out + o, totals[i], m * sizeof(float));
+      group_tile_of<I, K>(n, p, r, o, m, r == rows.begin * p.each, totals);
+      for (int i = 0; i < n; i += p.each) {
+        for (int j = 0; p.each == 2 && j < kOutputs; ++j) totals[i][j] += totals[i + 1][j];
+        std::memcpy(p.y + (r + i) / p.each * p.out + o, totals[i], m * sizeof(float));
+      }
     }
   }
 }
 
-inline void round_groups(const float* x, int64_t n, int64_t group, int8_t* to, float* scale, float* sum) {
+inline void round_groups(const float* x, int64_t n, int64_t group, int8_t* to, float* scale, float* sum, float* rest) {
   for (int64_t k = 0; k < n; k += 32) {
-    float of_all;
-    int32_t unused;
-    round_int8(x + k, std::min<int64_t>(32, n - k), to + k, &of_all, &unused, nullptr);
+    const float of_all = round_int8(x + k, std::min<int64_t>(32, n - k), to + k, rest ? rest + k : nullptr);
     for (int64_t g = k; g < k + 32; g += group) {
       int32_t total = 0;
       for (int64_t i = g; i < std::min(g + group, n); ++i) total += to[i];
@@ -185,6 +191,8 @@ void add_groups(jllama::Kernels& kernels) {
   kernels.dot_groups[jllama::kQ4_K] = dot_groups<I, Kind<I, 4, 0, 32, true, true, 0>>;
   kernels.dot_groups[jllama::kQ5_K] = dot_groups<I, Kind<I, 4, 1, 32, true, true, 0>>;
   kernels.dot_groups[jllama::kQ6_K] = dot_groups<I, Kind<I, 4, 2, 16, true, false, 32>>;
+  kernels.dot_groups[jllama::kInt8] = dot_groups<I, Kind<I, 8, 0, 32, false, true, 0>>;
+  kernels.dot_groups[jllama::kQ80] = dot_groups<I, Kind<I, 8, 0, 32, false, false, 0, 2>>;
   kernels.round_groups = round_groups;
 }
 

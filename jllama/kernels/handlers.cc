@@ -125,36 +125,23 @@ ffi::Error dot(ffi::ThreadPool threads, Any w, S32 layer, F32 x, ResultF32 y) {
   return ffi::Error::Success();
 }
 
-ffi::Error dot_int8(ffi::ThreadPool threads, ffi::Buffer<ffi::S8> w, F32 scale, S32 layer, F32 x, bool fine,
-                    ResultF32 y) {
-  const auto shape = stack(w.dimensions(), 3);
-  if (ffi::Error error = check(span(shape), layer, x.dimensions(), y->dimensions()); error.failure()) return error;
-  if (!is(span(stack(scale.dimensions(), 2)), {shape[0], shape[1]}))
-    return wrong("scale", "[L, out]", scale.dimensions());
-  const int64_t at = layer_of(layer, shape[0]) * shape[1];
-  jllama::ProductInt8 p{};
-  p.w = w.typed_data() + at * shape[2];
-  p.w_scale = scale.typed_data() + at;
-  p.y = y->typed_data();
-  p.out = shape[1], p.rows = x.dimensions()[0], p.in = shape[2];
-  XlaPool pool(threads);
-  jllama::dot_int8(pool, kernels(), p, x.typed_data(), fine);
-  return ffi::Error::Success();
-}
-
-// What each kind of groups is made of: bits of values and high, elements that share a d, whether there are scales, m.
+// What each kind of groups is made of: bits of values and high, elements that share a d, whether there are scales, m, and
+// the bytes of a d.
 struct GroupShape {
   int64_t bits, high_bits, share;
   bool scales, m;
+  size_t d;
 };
 constexpr GroupShape kGroupShapes[jllama::kGroupKinds] = {
-    {8, 0, 32, false, false}, {4, 0, 32, false, false}, {4, 0, 32, false, true}, {4, 1, 32, false, false},
-    {4, 1, 32, false, true},  {4, 0, 256, true, true},  {4, 1, 256, true, true}, {4, 2, 256, true, false}};
+    {8, 0, 32, false, false, 2}, {4, 0, 32, false, false, 2}, {4, 0, 32, false, true, 2},
+    {4, 1, 32, false, false, 2}, {4, 1, 32, false, true, 2},  {4, 0, 256, true, true, 2},
+    {4, 1, 256, true, true, 2},  {4, 2, 256, true, false, 2}, {8, 0, 32, false, true, 2},
+    {8, 0, 32, false, false, 4}};
 
-ffi::Error dot_groups(ffi::ThreadPool threads, Any values, Any high, Any scales, Any mins, ffi::Buffer<ffi::F16> d,
-                      ffi::Buffer<ffi::F16> m, S32 layer, F32 x, int64_t kind, ResultF32 y) {
+ffi::Error dot_groups(ffi::ThreadPool threads, Any values, Any high, Any scales, Any mins, Any d,
+                      ffi::Buffer<ffi::F16> m, S32 layer, F32 x, int64_t kind, bool fine, ResultF32 y) {
   if (kind < 0 || kind >= jllama::kGroupKinds)
-    return ffi::Error::InvalidArgument("jllama: groups of kind " + std::to_string(kind) + ": expected 0 to 7");
+    return ffi::Error::InvalidArgument("jllama: groups of kind " + std::to_string(kind) + ": expected 0 to 9");
   const GroupShape& shape = kGroupShapes[kind];
   const int64_t group = jllama::group_of(static_cast<jllama::GroupKind>(kind));
   const auto vs = stack(values.dimensions(), 3);
@@ -181,7 +168,7 @@ ffi::Error dot_groups(ffi::ThreadPool threads, Any values, Any high, Any scales,
         part("high", high, shape.high_bits, in * shape.high_bits / 8, 1, &parts[1]),
         part("scales", scales, shape.scales, in / group, 1, &parts[2]),
         part("mins", mins, shape.scales && shape.m, in / group, 1, &parts[3]),
-        part("d", d, true, in / shape.share, 2, &parts[4]), part("m", m, shape.m, in / shape.share, 2, &parts[5])})
+        part("d", d, true, in / shape.share, shape.d, &parts[4]), part("m", m, shape.m, in / shape.share, 2, &parts[5])})
     if (error.failure()) return error;
   const auto bytes = [&](int i) { return static_cast<const uint8_t*>(parts[i]); };
   const auto halves = [&](int i) { return static_cast<const uint16_t*>(parts[i]); };
@@ -189,7 +176,7 @@ ffi::Error dot_groups(ffi::ThreadPool threads, Any values, Any high, Any scales,
   p.y = y->typed_data();
   p.out = w[1], p.rows = x.dimensions()[0], p.in = in;
   XlaPool pool(threads);
-  jllama::dot_groups(pool, kernels(), static_cast<jllama::GroupKind>(kind), p, x.typed_data());
+  jllama::dot_groups(pool, kernels(), static_cast<jllama::GroupKind>(kind), p, x.typed_data(), fine);
   return ffi::Error::Success();
 }
 
@@ -256,7 +243,7 @@ extern "C" const char* jllama_instruction_set(int i) {
 }
 extern "C" int jllama_supported(int i) { return jllama::kInstructionSets[i].supported(); }
 
-// Which instruction set the kernels in use are of: those of float32, bfloat16, int8, groups and attention, by number.
+// Which instruction set the kernels in use are of: those of float32, bfloat16, groups and attention, by number.
 extern "C" int jllama_used(int i) {
   return chosen.sets[i];
 }
@@ -269,16 +256,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_dot, dot,
                                   .Arg<F32>()    // x [rows, in]
                                   .Ret<F32>());  // y [rows, out]
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_dot_int8, dot_int8,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::S8>>()  // w [L, out, in]
-                                  .Arg<F32>()                   // its scales [L, out]
-                                  .Arg<S32>()                   // layer
-                                  .Arg<F32>()                   // x [rows, in]
-                                  .Attr<bool>("fine")           // whether x is rounded in two steps
-                                  .Ret<F32>());                 // y [rows, out]
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_dot_groups, dot_groups,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -286,11 +263,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_dot_groups, dot_groups,
                                   .Arg<Any>()                     // each [L, out, n]; any shape where a kind lacks them
                                   .Arg<Any>()
                                   .Arg<Any>()
-                                  .Arg<ffi::Buffer<ffi::F16>>()
+                                  .Arg<Any>()
                                   .Arg<ffi::Buffer<ffi::F16>>()
                                   .Arg<S32>()                     // layer
                                   .Arg<F32>()                     // x [rows, in]
                                   .Attr<int64_t>("kind")          // GroupKind
+                                  .Attr<bool>("fine")             // whether x is rounded in two steps
                                   .Ret<F32>());                   // y [rows, out]
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jllama_attend, attend,

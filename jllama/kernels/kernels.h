@@ -29,18 +29,6 @@ struct Product {
   int64_t out, rows, in;
 };
 
-// The same of int8, each row of w and x with its scale: x has `each` rows for one of y, which are added up.
-struct ProductInt8 {
-  const int8_t* w;
-  const float* w_scale;  // [out]
-  const int8_t* x;       // [each * rows, in]
-  const float* x_scale;  // [each * rows]
-  const int32_t* x_sum;  // [each * rows], sums of the rows of x
-  float* y;
-  int64_t out, rows, in;
-  int each;
-};
-
 // Weights in groups, as GGUF has them: u a number of a few bits, weight = a * u + b with an a and a b for each group.
 // The parts of a matrix, each with an axis [out, ...] of its own:
 struct Groups {
@@ -49,21 +37,23 @@ struct Groups {
                           // 2i + 1 of byte j of 8 are those of element j + 8i of 32
   const uint8_t* scales;  // what a group's d is multiplied with, where 256 elements share a d
   const uint8_t* mins;    // the same of m
-  const uint16_t* d;      // float16
+  const uint16_t* d;      // float16; of kQ80 float32, each in two of these
   const uint16_t* m;      // float16
 };
-enum GroupKind { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kGroupKinds };
+enum GroupKind { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kInt8, kQ80, kGroupKinds };
 
 constexpr int64_t kPad = 512;  // rows of x in groups are filled up with zeros to a multiple of this
 
-// y [rows, out] = x times weights in groups. x is int8 with a scale for each 32 elements.
+// y [rows, out] = x times weights in groups. x is int8 with a scale for each 32 elements, and has `each` rows for one of y,
+// which are added up: where there are two, the second is what rounding left of the first.
 struct ProductGroups {
   Groups w;
-  const int8_t* x;        // [rows, padded]
-  const float* x_scale;   // [rows, padded / group], group: 16 or 32, that of the weights
-  const float* x_sum;     // [rows, padded / group], the sum of a group's elements, times its scale
+  const int8_t* x;        // [each * rows, padded]
+  const float* x_scale;   // [each * rows, padded / group], group: 16 or 32, that of the weights
+  const float* x_sum;     // [each * rows, padded / group], the sum of a group's elements, times its scale
   float* y;
   int64_t out, rows, in, padded;
+  int each;
 };
 
 constexpr int64_t kPieceBytes = 4 << 10;  // of a row of x, multiplied at a time
@@ -95,15 +85,13 @@ struct Queries {
 struct Kernels {
   void (*dot_float32)(const Product&, Span outputs, Span rows);
   void (*dot_bfloat16)(const Product&, Span outputs, Span rows);
-  void (*dot_int8)(const ProductInt8&, Span outputs, Span rows);
   // Rounds to bfloat16 what dot_bfloat16 takes, which is bfloat16_bytes wide.
   void (*round_bfloat16)(const float* x, int64_t n, void* to);
   int64_t bfloat16_bytes;
-  // Rounds a row to int8 with one scale; `rest`, if there is one, becomes what the rounding left.
-  void (*round_int8)(const float* x, int64_t n, int8_t* to, float* scale, int32_t* sum, float* rest);
   void (*dot_groups[kGroupKinds])(const ProductGroups&, Span outputs, Span rows);
-  // Rounds a row to int8 with a scale for each 32 elements; scales and sums are those of groups of `group`.
-  void (*round_groups)(const float* x, int64_t n, int64_t group, int8_t* to, float* scale, float* sum);
+  // Rounds a row to int8 with a scale for each 32 elements; scales and sums are those of groups of `group`. `rest`, if
+  // there is one, becomes what the rounding left.
+  void (*round_groups)(const float* x, int64_t n, int64_t group, int8_t* to, float* scale, float* sum, float* rest);
   // Stores keys and values in a cache of bfloat16.
   void (*store_bfloat16)(const float* x, int64_t n, void* to);
   // The partial results of each query row and chunk `chunk` of the slots.
@@ -112,8 +100,8 @@ struct Kernels {
   void (*merge)(float* total, const float* partial, int64_t rows, int64_t width);
   // Writes what the queries' partial results of all chunks come to.
   void (*finish)(const Attention&, const Queries&, const float* total);
-  // Which of the instruction sets products of float32, bfloat16, int8 and groups and attention are of.
-  int sets[5];
+  // Which of the instruction sets products of float32, bfloat16 and groups and attention are of.
+  int sets[4];
 };
 
 // An instruction set: what it adds stands in the place of what those before it do.
@@ -141,11 +129,11 @@ void add_neon_dotprod(Kernels&);
 
 // The three products, over all threads.
 void dot_float32(Pool&, const Kernels&, Product);
-void dot_bfloat16(Pool&, const Kernels&, Product);                   // x: float32
-void dot_int8(Pool&, const Kernels&, ProductInt8, const float* x, bool fine);  // x*: filled in here
+void dot_bfloat16(Pool&, const Kernels&, Product);  // x: float32
 
 int64_t group_of(GroupKind);  // elements that share a scale
-void dot_groups(Pool&, const Kernels&, GroupKind, ProductGroups, const float* x);  // x*: filled in here
+// `fine`: whether what rounding x leaves is rounded and multiplied too; x* and `each` are filled in here.
+void dot_groups(Pool&, const Kernels&, GroupKind, ProductGroups, const float* x, bool fine);
 
 // Writes new keys and values [B, T, K, H] to the caches at each row's slots, and attends.
 struct NewTokens {

@@ -8,7 +8,7 @@
 namespace {
 
 // Two products of bytes fit into 16 bits: weights are within -128 .. 127 and x within -127 .. 127.
-struct Int8 : Integers<16>, ByteLanes {
+struct Int8 {
   static int32x4_t add(int32x4_t sum, int8x16_t w, int8x16_t x) {
     return vpadalq_s16(sum, vmlal_high_s8(vmull_s8(vget_low_s8(w), vget_low_s8(x)), w, x));
   }
@@ -18,6 +18,5 @@ struct Int8 : Integers<16>, ByteLanes {
 
 void jllama::add_neon(Kernels& kernels) {
   add_plain(kernels);
-  kernels.dot_int8 = ::dot_int8<Int8>;
   add_groups<GroupBytes<Int8>>(kernels);
 }

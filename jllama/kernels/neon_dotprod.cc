@@ -6,13 +6,12 @@
 
 namespace {
 
-struct Int8 : Integers<16>, ByteLanes {
+struct Int8 {
   static int32x4_t add(int32x4_t sum, int8x16_t w, int8x16_t x) { return vdotq_s32(sum, w, x); }
 };
 
 }  // namespace
 
 void jllama::add_neon_dotprod(Kernels& kernels) {
-  kernels.dot_int8 = ::dot_int8<Int8>;
   add_groups<GroupBytes<Int8>>(kernels);
 }

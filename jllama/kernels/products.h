@@ -23,7 +23,6 @@
 namespace {
 
 using jllama::Product;
-using jllama::ProductInt8;
 using jllama::Span;
 
 // How to multiply and add vectors of float32 in float32, or those of a narrower type, widened.
@@ -42,17 +41,6 @@ struct Plain {
   static auto element(const X* p, int64_t n) { return Vector::load(p, n); }
   static Sum add(Sum sum, Vector::Float w, Vector::Float x) { return Vector::multiply_add(w, x, sum); }
   static void totals(const Sum* sum, float* to) { Vector::sums(sum[0], sum[1], sum[2], sum[3], to); }
-};
-
-// Integers are summed exactly, so whole rows are multiplied at a time.
-template <int64_t width>
-struct Integers {
-  using Weight = int8_t;
-  using Element = int8_t;
-  using Total = int32_t;
-  static constexpr int64_t kWidth = width;
-  static constexpr int64_t kPiece = std::numeric_limits<int32_t>::max();
-  static constexpr int32_t kRaised = 0;
 };
 
 constexpr int64_t kAhead = 16 << 10;  // bytes of weights, at least, that are fetched ahead: it doubles a core's speed
@@ -124,14 +112,13 @@ struct Rows {
 
 // Multiplies some rows of x by some rows of w; store(row, output, rows, outputs, totals, first) takes the results of a
 // tile and a piece. Many rows of x pass by a piece of all weights, which stays in a core's second-level cache, as the
-// piece of x does in the first-level one; few rows read the weights as they lie in memory. Tiles don't part `each` rows.
+// piece of x does in the first-level one; few rows read the weights as they lie in memory.
 template <class T, class Store>
-void multiply(const void* w, const void* x, int64_t in, Span outputs, Span rows, const Store& store, int each = 1) {
+void multiply(const void* w, const void* x, int64_t in, Span outputs, Span rows, const Store& store) {
   const auto* weights = static_cast<const typename T::Weight*>(w);
   const auto* elements = static_cast<const typename T::Element*>(x);
-  const int step = kRows / each * each;
   const auto multiply_tile = [&](int64_t r, int64_t o, int64_t k) {
-    const int n = std::min<int64_t>(step, rows.end - r), m = std::min<int64_t>(kOutputs, outputs.end - o);
+    const int n = std::min<int64_t>(kRows, rows.end - r), m = std::min<int64_t>(kOutputs, outputs.end - o);
     const Rows<typename T::Weight, kOutputs> ws(weights, o, m, in, k);
     const Rows<typename T::Element, kRows> xs(elements, r, n, in, k);
     typename T::Total totals[kRows][kOutputs];
@@ -140,12 +127,12 @@ void multiply(const void* w, const void* x, int64_t in, Span outputs, Span rows,
     tile<T>(n, ws.at, xs.at, length, r == rows.begin ? ahead<T>(in, k) : 0, totals);
     store(r, o, n, m, totals, k == 0);
   };
-  if (rows.size() <= step) {
+  if (rows.size() <= kRows) {
     for (int64_t o = outputs.begin; o < outputs.end; o += kOutputs)
       for (int64_t k = 0; k == 0 || k < in; k += T::kPiece) multiply_tile(rows.begin, o, k);
   } else {
     for (int64_t k = 0; k == 0 || k < in; k += T::kPiece)
-      for (int64_t r = rows.begin; r < rows.end; r += step)
+      for (int64_t r = rows.begin; r < rows.end; r += kRows)
         for (int64_t o = outputs.begin; o < outputs.end; o += kOutputs) multiply_tile(r, o, k);
   }
 }
@@ -159,29 +146,6 @@ void dot(const Product& p, Span outputs, Span rows) {
                   for (int i = 0; i < m; ++i) y[i] = first ? totals[r][i] : y[i] + totals[r][i];
                 }
               });
-}
-
-// T::kRaised: what the weights are raised by, to be taken off the products.
-template <class T>
-void dot_int8(const ProductInt8& p, Span outputs, Span rows) {
-  multiply<T>(p.w, p.x, p.in, outputs, {rows.begin * p.each, rows.end * p.each},
-              [&](int64_t row, int64_t o, int n, int m, const int32_t (*totals)[kOutputs], bool) {
-                // All kOutputs of a tile at once, missing ones too, so that the compiler makes vectors of them.
-                float scale[kOutputs] = {};
-                std::memcpy(scale, p.w_scale + o, m * sizeof(float));
-                for (int64_t r = 0; r < n; r += p.each) {
-                  float sum[kOutputs] = {};
-                  for (int64_t e = r; e < r + p.each; ++e) {
-                    const int32_t raised = T::kRaised * p.x_sum[row + e];
-                    const float x_scale = p.x_scale[row + e];
-JLLAMA_UNROLL
-                    for (int i = 0; i < kOutputs; ++i)
-                      sum[i] += static_cast<float>(totals[e][i] - raised) * (scale[i] * x_scale);
-                  }
-                  std::memcpy(p.y + (row + r) / p.each * p.out + o, sum, m * sizeof(float));
-                }
-              },
-              p.each);
 }
 
 // Stores float32 as another type.
@@ -204,34 +168,31 @@ inline void round_in_place(const float* x, int64_t n, void* to) {
   }
 }
 
-inline void round_int8(const float* x, int64_t n, int8_t* to, float* scale, int32_t* sum, float* rest) {
+// Rounds up to 32 elements to int8 with one scale, which it returns; `rest`, if there is one, becomes what that left.
+inline float round_int8(const float* x, int64_t n, int8_t* to, float* rest) {
   auto most = Vector::zero();
   bool nan = false;
   for (int64_t i = 0; i < n; i += Vector::kWidth) {
-    const auto xs = n - i < Vector::kWidth ? Vector::load(x + i, n - i) : Vector::load(x + i);
+    const auto xs = Vector::load(x + i, std::min(Vector::kWidth, n - i));
     most = Vector::max(most, Vector::absolute(xs));
     nan |= Vector::any_nan(xs);
   }
-  *scale = nan ? NAN : Vector::largest(most) / 127.0f;
-  if (!std::isfinite(*scale)) {
+  const float scale = Vector::largest(most) / 127.0f;
+  if (nan || !std::isfinite(scale)) {
     // The product becomes NaN whatever the weights are.
-    *scale = NAN;
-    *sum = 0;
     std::memset(to, 0, n);
     if (rest) std::fill(rest, rest + n, 0.0f);
-    return;
+    return NAN;
   }
-  const float inverse = *scale >= std::numeric_limits<float>::min() ? 1.0f / *scale : 0.0f;
-  auto total = Vector::zero();  // exact: below 2^24 for rows of up to 131,072 in each of kWidth lanes
+  const float inverse = scale >= std::numeric_limits<float>::min() ? 1.0f / scale : 0.0f;
   for (int64_t i = 0; i < n; i += Vector::kWidth) {
     const int64_t left = std::min(Vector::kWidth, n - i);
     const auto xs = Vector::load(x + i, left);
     const auto rounded = Vector::nearest(Vector::multiply(xs, Vector::set(inverse)));
     Vector::store_int8(to + i, rounded, left);
-    total = Vector::add(total, rounded);
-    if (rest) Vector::store(rest + i, Vector::multiply_add(rounded, Vector::set(-*scale), xs), left);
+    if (rest) Vector::store(rest + i, Vector::multiply_add(rounded, Vector::set(-scale), xs), left);
   }
-  *sum = static_cast<int32_t>(Vector::sum(total));
+  return scale;
 }
 
 }  // namespace

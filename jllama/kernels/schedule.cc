@@ -69,38 +69,26 @@ void dot_bfloat16(Pool& pool, const Kernels& kernels, Product p) {
          [&](Span outputs, Span rows) { kernels.dot_bfloat16(p, outputs, rows); });
 }
 
-void dot_int8(Pool& pool, const Kernels& kernels, ProductInt8 p, const float* x, bool fine) {
-  p.each = fine ? 2 : 1;
-  std::unique_ptr<int8_t[]> values(new int8_t[p.each * p.rows * p.in]);
-  std::unique_ptr<float[]> scale(new float[p.each * p.rows]);
-  std::unique_ptr<int32_t[]> sum(new int32_t[p.each * p.rows]);
-  each_row(pool, p.rows, p.in * sizeof(float), [&](int64_t row) {
-    const int64_t r = row * p.each;
-    int8_t* to = values.get() + r * p.in;
-    std::unique_ptr<float[]> rest(fine ? new float[p.in] : nullptr);
-    kernels.round_int8(x + row * p.in, p.in, to, &scale[r], &sum[r], rest.get());
-    if (fine) kernels.round_int8(rest.get(), p.in, to + p.in, &scale[r + 1], &sum[r + 1], nullptr);
-  });
-  p.x = values.get();
-  p.x_scale = scale.get();
-  p.x_sum = sum.get();
-  divide(pool, p.out, p.rows, p.in, [&](Span outputs, Span rows) { kernels.dot_int8(p, outputs, rows); });
-}
-
 int64_t group_of(GroupKind kind) { return kind == kQ6_K ? 16 : 32; }
 
-void dot_groups(Pool& pool, const Kernels& kernels, GroupKind kind, ProductGroups p, const float* x) {
+void dot_groups(Pool& pool, const Kernels& kernels, GroupKind kind, ProductGroups p, const float* x, bool fine) {
+  p.each = fine ? 2 : 1;
   p.padded = pieces(p.in, kPad) * kPad;
-  const int64_t group = group_of(kind), groups = p.padded / group;
-  std::unique_ptr<int8_t[]> values(new int8_t[p.rows * p.padded]());
-  std::unique_ptr<float[]> scale(new float[p.rows * groups]()), sum(new float[p.rows * groups]());
-  each_row(pool, p.rows, p.in * sizeof(float), [&](int64_t r) {
-    kernels.round_groups(x + r * p.in, p.in, group, &values[r * p.padded], &scale[r * groups], &sum[r * groups]);
+  const int64_t group = group_of(kind), groups = p.padded / group, rows = p.each * p.rows;
+  std::unique_ptr<int8_t[]> values(new int8_t[rows * p.padded]());
+  std::unique_ptr<float[]> scale(new float[rows * groups]()), sum(new float[rows * groups]());
+  each_row(pool, p.rows, p.in * sizeof(float), [&](int64_t row) {
+    const auto round = [&](const float* from, int64_t r, float* rest) {
+      kernels.round_groups(from, p.in, group, &values[r * p.padded], &scale[r * groups], &sum[r * groups], rest);
+    };
+    std::unique_ptr<float[]> rest(fine ? new float[p.in] : nullptr);
+    round(x + row * p.in, row * p.each, rest.get());
+    if (fine) round(rest.get(), row * p.each + 1, nullptr);
   });
   p.x = values.get();
   p.x_scale = scale.get();
   p.x_sum = sum.get();
-  divide(pool, p.out, p.rows, kind == kQ8_0 ? p.in : p.in / 2,
+  divide(pool, p.out, p.rows, kind == kQ8_0 || kind == kInt8 || kind == kQ80 ? p.in : p.in / 2,
          [&](Span outputs, Span rows) { kernels.dot_groups[kind](p, outputs, rows); });
 }
 

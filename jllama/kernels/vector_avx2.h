@@ -95,21 +95,7 @@ struct Vector {
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 
-// The sums of the lanes of four vectors of integers.
-inline void int_sums(const __m256i* sum, int32_t* to) {
-  const __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(sum[0], sum[1]), _mm256_hadd_epi32(sum[2], sum[3]));
-  const __m128i all = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), all);
-}
-
 inline __m256i load_int8(const int8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline __m256i load_int8(const int8_t* p, int64_t n) {
-  int8_t some[32] = {};
-  std::memcpy(some, p, n);
-  return load_int8(some);
-}
-
-
 // Bytes in groups, unpacked: see groups.h. `Ints` is what a file multiplies bytes with.
 template <class Ints>
 struct GroupBytes {

@@ -72,17 +72,6 @@ struct Vector {
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 
-// The sums of the lanes of four vectors of integers.
-inline void int_sums(const __m512i* sum, int32_t* to) {
-  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0], sum[1]), _mm512_unpackhi_epi32(sum[0], sum[1]));
-  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[2], sum[3]), _mm512_unpackhi_epi32(sum[2], sum[3]));
-  const __m512i s = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-  const __m256i t = _mm256_add_epi32(_mm512_castsi512_si256(s), _mm512_extracti64x4_epi64(s, 1));
-  const __m128i all = _mm_add_epi32(_mm256_castsi256_si128(t), _mm256_extracti128_si256(t, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), all);
-}
-
-
 // Bytes in groups, unpacked: see groups.h. `Ints` is what a file multiplies bytes with.
 template <class Ints>
 struct GroupBytes {

@@ -86,28 +86,6 @@ struct Vector {
   static void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 };
 
-inline int8x16_t load_int8(const int8_t* p) { return vld1q_s8(p); }
-inline int8x16_t load_int8(const int8_t* p, int64_t n) {
-  int8_t some[16] = {};
-  std::memcpy(some, p, n);
-  return vld1q_s8(some);
-}
-inline void int_sums(const int32x4_t* sum, int32_t* to) {
-  vst1q_s32(to, vpaddq_s32(vpaddq_s32(sum[0], sum[1]), vpaddq_s32(sum[2], sum[3])));
-}
-
-
-// What products of bytes have in common, but for the instruction that adds them.
-struct ByteLanes {
-  using Sum = int32x4_t;
-  static int32x4_t zero() { return vdupq_n_s32(0); }
-  static int8x16_t weight(const int8_t* p) { return load_int8(p); }
-  static int8x16_t weight(const int8_t* p, int64_t n) { return load_int8(p, n); }
-  static int8x16_t element(const int8_t* p) { return load_int8(p); }
-  static int8x16_t element(const int8_t* p, int64_t n) { return load_int8(p, n); }
-  static void totals(const int32x4_t* sum, int32_t* to) { int_sums(sum, to); }
-};
-
 // Bytes in groups, unpacked: see groups.h. `Ints` is what a file multiplies bytes with.
 template <class Ints>
 struct GroupBytes {

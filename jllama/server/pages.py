@@ -64,7 +64,7 @@ class PagedPool(Pool):
         config = runner.params.config
         self._last_slots = cache_slots(config.max_seq_len, config.max_seq_len)
         self._slots = _ladder(_MIN_SLOTS, self._last_slots)
-        self._rows = _ladder(self._least, max(most, self._least))
+        self._rows = _ladder(1, most)
         self._page = min(_PAGE, self._slots[0])
         cache = jax.eval_shape(lambda: init_cache(runner.params, 1, self._page))
         self.token_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) // self._page
@@ -147,7 +147,7 @@ class PagedPool(Pool):
                 if width != self.widths(slots)[-1]:
                     self.end(row)
             for rows in self._rows:
-                if rows * slots * self.token_bytes <= allowed or rows == self._least:
+                if rows * slots * self.token_bytes <= allowed or rows == 1:
                     self._regroup(rows, slots)
                     self._regroup(rows, slots)  # from this size too
                     row.done = False

@@ -15,16 +15,14 @@ from jax import lax
 from jllama.run import Run
 from jllama.weights.base import Array, Weight, layer_of, summed
 from jllama.weights.groups import KINDS, Groups
-from jllama.weights.int8 import Int8
 from jllama.weights.plain import Plain
 
-__all__ = ["FORMS", "KINDS", "Array", "Groups", "Int8", "Linear", "Plain", "Weight", "layer_of", "linear", "take"]
+__all__ = ["FORMS", "KINDS", "Array", "Groups", "Linear", "Plain", "Weight", "layer_of", "linear", "take"]
 
-# The storage forms by name; `--dtype` takes the first three, files have the others.
-FORMS: dict[str, type[Plain] | type[Int8] | type[Groups]] = {
+# The storage forms by name.
+FORMS: dict[str, type[Plain] | type[Groups]] = {
     "float32": Plain,
     "bfloat16": Plain,
-    "int8": Int8,
     **dict.fromkeys(KINDS, Groups),
 }
 

@@ -1,6 +1,6 @@
-"""Weights in groups of 32, as GGUF's quantised types have them: the file's values, in about the file's size.
+"""Weights in groups of 32 small integers: exactly what quantised files store; and floats in int8 and int4.
 
-Source of the types: ggml's block_q8_0, block_q4_0 and so on, in ggml-common.h and ggml-quants.c.
+Source of GGUF's types: ggml's block_q8_0, block_q4_0 and so on, in ggml-common.h and ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     own_scales: bool = False  # groups have scales (and mins), and 256 elements share d (and m)
     has_m: bool = False
     zero: int = 0  # the number that stands for 0, where there is no m
+    dtype: str = "float16"  # of d and m
 
     @property
     def share(self) -> int:
@@ -53,7 +54,11 @@ KINDS = {
     "q4_k": Kind(4, 0, own_scales=True, has_m=True),
     "q5_k": Kind(4, 1, own_scales=True, has_m=True),
     "q6_k": Kind(4, 2, group=16, own_scales=True, zero=32),
+    "q80": Kind(8, 0, dtype="float32"),  # llama2.c's
+    "int8": Kind(8, 0, has_m=True),
+    "int4": Kind(4, 0, zero=8),  # q4_0 by the layout
 }
+_STEPS = (-8.5, -8.25, -8.0, -7.75, -7.5)  # what the largest element of a group may become in int4
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +75,7 @@ class Groups(Weight):
     high: jax.Array | None  # uint8 [out, in/8]: element j's 5th bit is bit j of 32; or [out, in/4], see `numbers`
     scales: jax.Array | None  # uint8 [out, in/32], or int8 [out, in/16]
     mins: jax.Array | None  # uint8 [out, in/32]
-    d: jax.Array  # float16 [out, in/32] or [out, in/256]
+    d: jax.Array  # float16 [out, in/32] or [out, in/256]; of q80 float32
     m: jax.Array | None  # the same
     kind: str = dataclasses.field(metadata={"static": True})
     layer: jax.Array | None = None  # which of a stack is meant; the parts have an axis of layers before the others then
@@ -99,15 +104,15 @@ class Groups(Weight):
         return dataclasses.replace(self, layer=layer)
 
     def dot(self, x: jax.Array, *, native: bool, fine: bool, axis: str | None) -> jax.Array:
-        n = len(x)
-        if fine:
-            x = jnp.concatenate([x, x - round_in_groups(x)])
         if native and kernels.has("groups"):
-            y = kernels.dot_groups(self.kind, self.parts, x, self.layer)
-        else:
-            w = self._of_layer().numbers(jnp)
-            y = lax.dot_general(round_in_groups(x), w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
-        return summed(y[:n] + y[n:] if fine else y, axis)
+            kind = "q4_0" if self.kind == "int4" else self.kind
+            return summed(kernels.dot_groups(kind, self.parts, x, self.layer, fine=fine), axis)
+        rounded = round_in_groups(x)
+        if fine:
+            rounded = rounded + round_in_groups(x - rounded)
+        w = self._of_layer().numbers(jnp)
+        y = lax.dot_general(rounded, w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+        return summed(y, axis)
 
     def take(self, ids: jax.Array) -> jax.Array:
         rows: jax.Array = self._of_layer()._each(lambda part: part[ids]).numbers(jnp)
@@ -119,7 +124,7 @@ class Groups(Weight):
         dtypes = ("int8" if kind.bits == 8 else "uint8", "uint8", "int8" if kind.group == 16 else "uint8", "uint8")
         parts = [
             array((*shape[:-1], columns), dtype) if columns else None
-            for columns, dtype in zip(kind.columns(shape[-1]), (*dtypes, "float16", "float16"), strict=True)
+            for columns, dtype in zip(kind.columns(shape[-1]), (*dtypes, kind.dtype, kind.dtype), strict=True)
         ]
         return cls.of(dtype, parts)
 
@@ -134,7 +139,8 @@ class Groups(Weight):
         return Groups.of(self.kind, parts)
 
     def decode(self) -> Array:
-        rows: Array = self._each(np.asarray).numbers(np)
+        with np.errstate(invalid="ignore"):  # scales that aren't finite stay so
+            rows: Array = self._each(np.asarray).numbers(np)
         return rows
 
     def specs(self, rows: Any, columns: Any) -> Groups:
@@ -190,13 +196,16 @@ def round_in_groups(x: jax.Array) -> jax.Array:
 
 
 def from_blocks(blocks: Array, dtype: str) -> Groups:
-    """Take blocks of GGUF's, uint8 `[out, bytes]`, apart, moving bits alone.
+    """Take blocks of a file, uint8 `[out, bytes]`, apart, moving bits alone.
+
+    Those of q80 are a d and 32 values; the others are GGUF's.
 
     Raises:
       ValueError: a row is no whole number of blocks.
     """
     kind = KINDS[dtype]
-    size = sum(kind.columns(kind.share)[:2]) + 2 * (1 + kind.has_m) + kind.own_scales * (12 if kind.has_m else 16)
+    wide = np.dtype(kind.dtype).itemsize
+    size = sum(kind.columns(kind.share)[:2]) + wide * (1 + kind.has_m) + kind.own_scales * (12 if kind.has_m else 16)
     if blocks.shape[-1] % size:
         raise ValueError(f"rows of {blocks.shape[-1]} bytes: expected a multiple of {dtype}'s {size}")
     b: Any = blocks.reshape(len(blocks), -1, size)
@@ -204,8 +213,8 @@ def from_blocks(blocks: Array, dtype: str) -> Groups:
         low, pairs, own, d = np.split(b, (128, 192, 208), axis=-1)
         parts = [_nibbles(_halves(low, 64)), _pack_pairs(pairs), own.view(np.int8), None, d, None]
     else:
-        d, m = b[..., :2], b[..., 2:4] if kind.has_m else None
-        at = 2 * (1 + kind.has_m)
+        d, m = b[..., :wide], b[..., wide : 2 * wide] if kind.has_m else None
+        at = wide * (1 + kind.has_m)
         scales, mins = _k_scales(b[..., at : at + 12]) if kind.own_scales else (None, None)
         at += 12 * kind.own_scales
         high = b[..., at : at + kind.share // 8] if kind.high else None
@@ -215,8 +224,8 @@ def from_blocks(blocks: Array, dtype: str) -> Groups:
             high = None if high is None else _pack_bits(high)
         parts = [values.view(np.int8) if kind.bits == 8 else values, high, scales, mins, d, m]
     rows = [None if part is None else np.ascontiguousarray(part).reshape(len(blocks), -1) for part in parts]
-    halves = [None if part is None else part.view(np.float16) for part in rows[4:]]
-    return Groups.of(dtype, [*rows[:4], *halves])
+    floats = [None if part is None else part.view(kind.dtype) for part in rows[4:]]
+    return Groups.of(dtype, [*rows[:4], *floats])
 
 
 def _halves(b: Any, n: int) -> Any:
@@ -253,24 +262,52 @@ def _k_scales(b: Any) -> tuple[Any, Any]:
 
 
 def encode(x: Array, dtype: str) -> Groups:
-    """Round floats `[rows, in]` to groups of kind q8_0 or q4_0 or q4_1, on the host.
+    """Round floats `[rows, in]` to groups of q80, int8 or int4, on the host; NaN and infinity show in d or m.
+
+    In q80 the largest element of a group becomes 127 or -127. In int8 the least becomes -128 and the greatest 127: what
+    was q4_1 before stays what it is, but for the rounding of d and m. In int4, where the largest would become -8, a few
+    other scales are tried, and that of the least error is taken, in squares weighted with the elements' own.
 
     Raises:
       ValueError: another kind, or a row of which the length is no multiple of 32.
     """
-    if dtype not in ("q8_0", "q4_1") or x.shape[-1] % 32:
-        raise ValueError(f"{dtype}, rows of {x.shape[-1]}: expected q8_0 or q4_1, and a multiple of 32")
+    if dtype not in ("q80", "int8", "int4") or x.shape[-1] % 32:
+        raise ValueError(f"{dtype}, rows of {x.shape[-1]}: expected q80, int8 or int4, and a multiple of 32")
     groups = x.astype(np.float32, copy=False).reshape(len(x), -1, 32)
-    if dtype == "q8_0":
-        d = (np.abs(groups).max(axis=-1) / 127).astype(np.float16)
-        u = np.rint(groups * _inverse(d)[..., None]).clip(-127, 127).astype(np.int8)
-        return Groups.of(dtype, (u.reshape(len(x), -1), None, None, None, d, None))
-    least = groups.min(axis=-1)
-    d, m = ((groups.max(axis=-1) - least) / 15).astype(np.float16), least.astype(np.float16)
-    u = np.rint((groups - m.astype(np.float32)[..., None]) * _inverse(d)[..., None]).clip(0, 15).astype(np.uint8)
-    return Groups.of(dtype, (_nibbles(u).reshape(len(x), -1), None, None, None, d, m))
+    most, least, m = groups.max(axis=-1), groups.min(axis=-1), None
+    with np.errstate(invalid="ignore", over="ignore"):
+        if dtype == "int4":
+            d = _least_error(groups).astype(np.float16)
+            u = np.rint(groups * _inverse(d.astype(np.float32)) + 8).clip(0, 15).astype(np.uint8)
+            values = _nibbles(u)
+        elif dtype == "q80":
+            d = np.maximum(most, -least) / np.float32(127)
+            values = np.rint(groups * _inverse(d)).astype(np.int8)
+        else:
+            d = ((most - least) / 255).astype(np.float16)
+            m = (least + 128 * d.astype(np.float32)).astype(np.float16)
+            u = (groups - m.astype(np.float32)[..., None]) * _inverse(d.astype(np.float32))
+            values = np.rint(u).clip(-128, 127).astype(np.int8)
+    return Groups.of(dtype, (values.reshape(len(x), -1), None, None, None, d, m))
 
 
-def _inverse(d: Any) -> Any:
-    wide = d.astype(np.float32)
-    return np.divide(1, wide, out=np.zeros_like(wide), where=wide > 0)
+def _least_error(groups: Array) -> Array:
+    """Find the d of each group `[..., 32]` with which int4 is nearest to it; a group that isn't finite has none."""
+    at = np.abs(groups).argmax(axis=-1)[..., None]
+    largest = np.take_along_axis(groups, at, axis=-1)[..., 0]
+    d, most = np.where(np.isfinite(largest), 0, np.nan).astype(np.float32), np.zeros_like(largest)
+    weight = groups * groups  # what is large matters more: less text is lost than with plain squares
+    for step in _STEPS:
+        q = np.rint(groups * _inverse(largest / np.float32(step))).clip(-8, 7)
+        product, square = (weight * groups * q).sum(axis=-1), (weight * q * q).sum(axis=-1)
+        gain = np.divide(product * product, square, out=np.zeros_like(square), where=square > 0)  # off the error
+        best = np.divide(product, square, out=np.zeros_like(square), where=square > 0)
+        d = np.where(gain > most, best, d)
+        most = np.maximum(gain, most)
+    return d
+
+
+def _inverse(d: Array) -> Array:
+    """Give 1 / d with another axis; 0 where d is 0, or so small that the inverse would be infinite."""
+    large = np.abs(d) >= np.finfo(np.float32).tiny
+    return np.divide(1, d, out=np.zeros_like(d), where=large)[..., None]
