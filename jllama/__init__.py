@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from jllama.checkpoint import CheckpointError
     from jllama.generation import Completion, Prompt
     from jllama.llm import LLM, Score
+    from jllama.response_format import Format
     from jllama.session import Session
     from jllama.settings import Settings
     from jllama.tokenizer import TokenizerError
@@ -16,6 +17,7 @@ __all__ = [
     "LLM",
     "CheckpointError",
     "Completion",
+    "Format",
     "Prompt",
     "Score",
     "Session",
@@ -29,6 +31,7 @@ _MODULES = {
     "LLM": "llm",
     "CheckpointError": "checkpoint",
     "Completion": "generation",
+    "Format": "response_format",
     "Prompt": "generation",
     "Score": "llm",
     "Session": "session",

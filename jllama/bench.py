@@ -20,6 +20,7 @@ from jllama import decode, programs
 from jllama.decode import State, Stop
 from jllama.machine import Machine, Spread, measure_machine, timed
 from jllama.model import Params, init_cache, step
+from jllama.plan import read_bytes
 from jllama.runner import block_width, cache_slots
 from jllama.sampling import argmax
 from jllama.settings import Settings, to_sampling
@@ -166,8 +167,6 @@ class _Bench:
         self.dtype = params.embedding.dtype
         self.layer_weights, self.head_weights = counts(params.config)
         self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        spare = 0 if params.output is None else sum(leaf.nbytes for leaf in jax.tree.leaves(params.embedding))
-        self.read_bytes = self.weight_bytes - spare  # of an untied embedding only a few rows are read
 
     def start(self, prompt: int, load_seconds: float) -> Model:
         """Measure what it takes to get to the first token, compiling included."""
@@ -193,9 +192,8 @@ class _Bench:
         config = self.params.config
         attention = 2 * config.n_layers * config.q_dim * prompt * prompt  # scores and values, half of the square each
         operations = 2 * (self.layer_weights * prompt + self.head_weights) + attention
-        return self._row(
-            "prefill", batch, 0, prompt, timed(read, repeats=self.repeats), self.read_bytes, batch * operations
-        )
+        weights = read_bytes(self.params, batch * prompt)
+        return self._row("prefill", batch, 0, prompt, timed(read, repeats=self.repeats), weights, batch * operations)
 
     def _reader(self, batch: int, prompt: int) -> tuple[Callable[[], State], float]:
         """Compile the reading of prompts of one length: the function, and the seconds it took to compile."""
@@ -234,7 +232,7 @@ class _Bench:
 
         seconds = timed(generate, repeats=self.repeats)
         middle = depth + new // 2
-        read = self.read_bytes + self._cache_bytes(batch, middle)
+        read = read_bytes(self.params, batch) + self._cache_bytes(batch, middle)
         operations = 2 * batch * (self.layer_weights + self.head_weights + 2 * config.n_layers * config.q_dim * middle)
         return self._row("decode", batch, depth, new, seconds, read * new, operations * new)
 

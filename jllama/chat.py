@@ -80,6 +80,7 @@ class Template:
       add_bos: whether the ids begin with what the tokenizer puts before a text, whatever the template writes; None is
         whether the model wants that.
       guessed: whether the checkpoint has no template, and this one is taken because of its control tokens.
+      tool_use: the template where there are tools, if the checkpoint has one of its own for that.
 
     Raises:
       ChatError: `source` is no Jinja template.
@@ -93,24 +94,29 @@ class Template:
         *,
         add_bos: bool | None = None,
         guessed: bool = False,
+        tool_use: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.name = name
         self.guessed = guessed
         self._prefix = tokenizer.prefix if add_bos is None or add_bos else ()
-        self._source = source
-        self._programs: dict[int, Program] = {}
-        self._program(0)
+        self._sources = source, tool_use or source
+        self._programs: dict[tuple[str, int], Program] = {}
+        self._program(source, 0)
 
-    def _program(self, marked: int) -> Program:
-        """The template: as it is, with marks in what it looks for in messages, and with marks in words of that too."""
+    def source(self, *, tools: bool = False) -> str:
+        """The text of the template, or of the one where there are tools."""
+        return self._sources[tools]
+
+    def _program(self, source: str, marked: int) -> Program:
+        """A template: as it is, with marks in what it looks for in messages, and with marks in words of that too."""
         from jllama.sandbox import Program  # not at the top: jinja2 takes time, and most runs are no chats
 
         hide = self.tokenizer.special.guard if marked else None
         try:
-            if marked not in self._programs:
-                self._programs[marked] = Program(self._source, hide, words=marked > 1)
-            return self._programs[marked]
+            if (source, marked) not in self._programs:
+                self._programs[source, marked] = Program(source, hide, words=marked > 1)
+            return self._programs[source, marked]
         except ValueError as e:
             raise ChatError(f"{self.name}: {e}") from e
 
@@ -147,13 +153,14 @@ class Template:
         """What the template writes, with marks in what came from messages and looks like a control token."""
         size, now = _weight(given), datetime.datetime.now()
         budget = _BUDGET + size * (50 + 4 * len(given["messages"]))
+        source = self.source(tools=bool(given["tools"]))
         constants = {"documents": None, **self.tokenizer.names}
 
         def run(program: Program, variables: Mapping[str, Any]) -> str:
             return program.render(budget, now, **{**constants, **variables})
 
         try:
-            text = run(self._program(0), given)
+            text = run(self._program(source, 0), given)
         except ValueError as e:
             raise ChatError(f"{self.name} refuses the messages: {e}") from e
         if (guarded := _each_text(given, self.tokenizer.special.guard)) == given:
@@ -161,7 +168,7 @@ class Template:
         # The template must write the same with the marks. Where it looks for what is marked, that is marked as well.
         for level in range(3):
             with contextlib.suppress(ValueError):
-                marked = run(self._program(level), guarded)
+                marked = run(self._program(source, level), guarded)
                 if self.tokenizer.special.show(marked) == text:
                     return marked
         raise ChatError(f"{self.name} changes what looks like a control token in a message: it can't stay text there")
@@ -198,21 +205,23 @@ def find_template(checkpoint: str | Path, tokenizer: Tokenizer, *, header: Heade
     """
     path = Path(checkpoint)
     if is_gguf(path) and (source := _of_gguf(path, header)) is not None:
-        return Template(source, tokenizer, f"{path}: tokenizer.chat_template")
+        tool_use = _of_gguf(path, header, ".tool_use")
+        return Template(source, tokenizer, f"{path}: tokenizer.chat_template", tool_use=tool_use)
+    beside = Beside(path if path.is_dir() else path.parent)
     try:
-        found = Beside(path if path.is_dir() else path.parent).template()
+        found, tool_use = beside.template(), beside.tool_template()
     except TokenizerError as e:
         raise ChatError(f"no chat template: {e}") from e
     if found is not None:
-        return Template(found[0], tokenizer, found[1], add_bos=False)
+        return Template(found[0], tokenizer, found[1], add_bos=False, tool_use=tool_use)
     for control, source in _BUILT_IN:
         if control in tokenizer.special.ids:
             return Template(source, tokenizer, f"built-in template for {control}", guessed=True)
     raise ChatError(f"{checkpoint}: no chat template; expected one in the checkpoint, or control tokens of a known one")
 
 
-def _of_gguf(path: Path, header: Header | None) -> str | None:
-    source = (header or gguf_file.read(path)).metadata.get("tokenizer.chat_template")
+def _of_gguf(path: Path, header: Header | None, which: str = "") -> str | None:
+    source = (header or gguf_file.read(path)).metadata.get(f"tokenizer.chat_template{which}")
     return source if isinstance(source, str) else None
 
 

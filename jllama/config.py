@@ -32,7 +32,7 @@ class Config:
 
     Args:
       dim: width D of the residual stream.
-      hidden_dim: width F of the feed-forward.
+      hidden_dim: width F of the feed-forward, or of each expert.
       n_layers: number of layers.
       n_heads: number of query heads N.
       n_kv_heads: number of key and value heads K; divides `n_heads`.
@@ -55,6 +55,10 @@ class Config:
       norms: where norms are: "before" attention and feed-forward, "after" each, before it is added, or "both".
       position: "rope", rotary, or "learned", a table of `max_seq_len` rows added to the embedding.
       activation: "silu", "gelu" (the tanh form) or "gelu_erf" (the exact one).
+      n_experts: how many feed-forwards a layer has, of which each token takes some; 0: one, for all tokens.
+      n_active_experts: how many of them a token takes.
+      normalized_experts: whether the weights of those, probabilities of all experts, are brought to a sum of 1.
+      shared_dim: width of one more feed-forward that all tokens take, weighed by a gate of its own; 0: none.
       gated: whether the feed-forward multiplies the activation of one product (w1) with another (w3).
       norm_bias, qkv_bias, wo_bias, ffn_bias: which of the norms and products have a bias.
       head_norms: whether each query and key head has a norm.
@@ -92,6 +96,10 @@ class Config:
     norms: Literal["before", "after", "both"] = "before"
     position: Literal["rope", "learned"] = "rope"
     activation: Literal["silu", "gelu", "gelu_erf"] = "silu"
+    n_experts: int = 0
+    n_active_experts: int = 0
+    normalized_experts: bool = False
+    shared_dim: int = 0
     gated: bool = True
     norm_bias: bool = False
     qkv_bias: bool = False
@@ -137,11 +145,12 @@ class Config:
         for name in ("norm_eps", "rope_theta", "embedding_scale", "residual_scale", "logit_scale", *may_be_0):
             if not _is_positive(value := getattr(self, name)) and not (name in may_be_0 and value == 0):
                 problems.append(f"{name} = {value!r}: expected a positive number")
+        problems += self._problems_of_experts()
         if self.rope_scaling is not None:
             problems += self.rope_scaling.problems()
             if isinstance(self.rope_scaling, rope.Yarn) and self.rope_theta == 1:
                 problems.append("rope_theta = 1: YaRN's formula has no pairs to tell apart then")
-        if not problems and isinstance(self.rope_scaling, rope.Divided):
+        if not problems and isinstance(self.rope_scaling, rope.Divided | rope.LongRope):
             found, expected = len(self.rope_scaling.divisors), self.rotated_dim // 2
             problems += [f"rope_scaling has {found} divisors, expected {expected}"] if found != expected else []
         for name, kind in get_type_hints(Config).items():
@@ -150,6 +159,19 @@ class Config:
                 problems.append(f"{name} = {value!r}: expected true or false")
             elif choices and isinstance(choices[0], str) and value not in choices:
                 problems.append(f"{name} = {value!r}: expected {' or '.join(choices)}")
+        return problems
+
+    def _problems_of_experts(self) -> list[str]:
+        sizes = {name: getattr(self, name) for name in ("n_experts", "n_active_experts", "shared_dim")}
+        if wrong := {name: size for name, size in sizes.items() if size != 0 and not _is_size(size)}:
+            return [f"{name} = {quoted(size)}: expected 0 to {_LARGEST - 1}" for name, size in wrong.items()]
+        if not self.n_experts:
+            return [f"{name} = {size}: expected 0 without n_experts" for name, size in sizes.items() if size]
+        problems = []
+        if not 1 <= self.n_active_experts <= self.n_experts:
+            problems.append(f"n_active_experts = {self.n_active_experts}: expected 1 to n_experts = {self.n_experts}")
+        if self.activation != "silu" or not self.gated or self.ffn_bias:
+            problems.append("experts with gelu, with biases or without a gate: not supported; expected gated silu")
         return problems
 
     def _rotates(self) -> bool:
@@ -174,6 +196,22 @@ class Config:
     def kv_dim(self) -> int:
         """Width of all key (or value) heads together, K * H."""
         return self.n_kv_heads * self.head_dim
+
+
+def with_context(config: Config, context: int) -> Config:
+    """Give a model a context of so many tokens, of its own at most; with longrope that chooses the factors.
+
+    Raises:
+      ConfigError: it has no such context.
+    """
+    scaling = config.rope_scaling
+    longest = scaling.longest if isinstance(scaling, rope.LongRope) else config.max_seq_len
+    first = 1 if config.position == "rope" else longest  # as many learned positions as the table has
+    if not first <= context <= longest:
+        raise ConfigError(f"context = {context}: expected {first} to {longest} tokens")
+    if isinstance(scaling, rope.LongRope):
+        scaling = dataclasses.replace(scaling, is_long=context > scaling.original_max_seq_len)
+    return dataclasses.replace(config, max_seq_len=context, rope_scaling=scaling)
 
 
 # The switches of GPT-2.

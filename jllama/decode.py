@@ -14,7 +14,7 @@ from jax import lax
 
 from jllama.likely import Likely, find, no_tokens
 from jllama.model import Cache, Params, forward, head, init_cache, prefill, step
-from jllama.processors import forbid
+from jllama.processors import allow, forbid
 from jllama.sampling import Sampling, argmax, log_probability, sample
 
 
@@ -35,6 +35,7 @@ class Stop(NamedTuple):
     ids: jax.Array  # int32 [E] or [B, E]: a generated token that is one of these is a row's last; pad with -1
     length: jax.Array  # int32 [B]: the number of tokens, prompt included, at which a row is full
     banned: jax.Array | None = None  # bool [V]: tokens that are never drawn, such as a vocabulary's padding
+    allowed: jax.Array | None = None  # uint32 [B, ceil(V / 32)]: what each row's next token may be, a bit an id
 
 
 def start(params: Params, tokens: jax.Array, length: jax.Array, stop: Stop, cache: Cache | None = None) -> State:
@@ -99,8 +100,10 @@ def extend(state: State, logits: jax.Array, sampling: Sampling, stop: Stop, acti
     """Draw the next token of the rows that are `active`, and end those that are complete."""
     if stop.banned is not None:
         logits = jnp.where(stop.banned[None], -jnp.inf, logits)
+    within = logits if stop.allowed is None else allow(logits, stop.allowed)
     ids = jnp.broadcast_to(stop.ids, (logits.shape[0], stop.ids.shape[-1]))
-    possible = forbid(logits, ids, state.pos + 1 - sampling.start < sampling.min_new_tokens)
+    early = state.pos + 1 - sampling.start < sampling.min_new_tokens
+    possible = forbid(within, ids, early)
     token = sample(possible, sampling, state.tokens, state.pos)
     found = jnp.take_along_axis(possible, token[:, None], axis=1)[:, 0]
     logprob = jnp.where(jnp.isneginf(found), -jnp.inf, log_probability(logits, token))

@@ -7,15 +7,17 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Literal
 
 from jllama.errors import quoted
-from jllama.pool import Kept, Pool, Row
+from jllama.pool import Pool
+from jllama.row import Kept, Row
 from jllama.runner import Runner
 from jllama.settings import Settings
 from jllama.text import StopStrings, StreamDecoder
 from jllama.tokenizer import Tokenizer
+from jllama.tools import CallParser, Found, ToolCall, finish_reason
 
 _CHUNK_SECONDS = 0.05  # how long a stream may keep a reader waiting for the next piece
 _MAX_CHUNK = 64  # steps between two looks at the text
@@ -67,16 +69,19 @@ class Completion:
       text: what follows it, up to a stop string.
       tokens: the generated ids, without the one that ended the text.
       logprobs: the natural log of the model's probability of each of them, before any sampling setting.
-      finish_reason: "stop" (end-of-text token or stop string) or "length" (max_new_tokens, or the context is full).
+      finish_reason: "stop" (end-of-text token, stop string, or the whole of a response_format) or "length"
+        (max_new_tokens, or the context is full); "tool_calls" where a chat's answer stops with calls.
       top_logprobs: the most probable ids in the place of each, as many as the setting asks for, with the same logs.
+      tool_calls: those in a chat's answer, which the text is without.
     """
 
     prompt: str
     text: str
     tokens: list[int]
     logprobs: list[float]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)
 
 
 class Answer:
@@ -123,7 +128,7 @@ class Answer:
                 self.finish_reason = "stop"
                 return
         if self.row.done:
-            self._finish("length")
+            self._finish("stop" if self.row.complete else "length")
 
     def _add(self, text: str) -> bool:
         safe, stopped = self._stops.feed(text)
@@ -185,6 +190,28 @@ def follow(pool: Pool, answer: Answer, kept: Kept | None = None) -> Iterator[str
         if answer.finish_reason is not None:
             return
         chunks.advance(pool)
+
+
+def with_calls(pieces: Generator[str, None, Completion], parser: CallParser) -> Generator[str, None, Completion]:
+    """Tell the calls of an answer from its text, piece by piece; returns the completion with both."""
+    text, calls = "", list[ToolCall]()
+
+    def add(found: Found) -> str:
+        nonlocal text
+        text += found.text
+        calls.extend(found.calls)
+        return found.text
+
+    try:
+        while True:
+            if piece := add(parser.feed(next(pieces))):
+                yield piece
+    except StopIteration as end:
+        completion: Completion = end.value
+    if piece := add(parser.flush(whole=completion.finish_reason == "stop")):
+        yield piece
+    reason = finish_reason(completion.finish_reason, calls)
+    return dataclasses.replace(completion, text=text, tool_calls=calls, finish_reason=reason)
 
 
 def complete(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from jax.sharding import Mesh
@@ -18,6 +18,7 @@ from jllama.checkpoint import hub
 from jllama.config import Config, from_toml
 from jllama.errors import quoted
 from jllama.generation import Answer, Completion, Prompt
+from jllama.grammar import Grammars
 from jllama.model import Params
 from jllama.pool import Pool
 from jllama.programs import SCORE
@@ -26,6 +27,7 @@ from jllama.runner import Runner, Timings
 from jllama.settings import Overrides, Settings
 from jllama.speculator import Speculate
 from jllama.tokenizer import Tokenizer, TokenizerError
+from jllama.tools import to_tools, turn
 
 _SCORE_WINDOW = 2048  # tokens of context in scores, where a model has more
 _SCORE_TOKENS = 2048  # scored at a time: their logits are the largest array there is
@@ -104,7 +106,8 @@ class LLM:
         """
         self.params = params
         self.tokenizer = tokenizer.fit(params.config.vocab_size)
-        self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused)
+        self.grammars = Grammars(self.tokenizer, params.config.vocab_size)
+        self.runner = Runner(params, compile_cache, banned=self.tokenizer.unused, grammars=self.grammars)
         self.runner.speculator = speculator.choose(speculate, params, draft)
         self._template = template
 
@@ -117,6 +120,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         dtype: str = "auto",
         rope_theta: float | None = None,
+        context: int | None = None,
         mesh: str | Mesh | None = None,
         kernels: str = "auto",
         kv_dtype: KVDtype = "float32",
@@ -132,6 +136,8 @@ class LLM:
           tokenizer: the file of its tokenizer, the folder, or a model's name; None looks in and beside the checkpoint.
           dtype: of the weights: "float32", "bfloat16", "int8", or "auto", what the file stores.
           rope_theta: base of the rotary frequencies, for files that can't say it; None takes the file's.
+          context: the longest text in tokens, at most the model's own; with longrope it chooses the factors. None: the
+            model's own, with longrope that of its short factors.
           mesh: the devices it is laid out over, all there are: "data:2,model:4", or what `mesh.make_mesh` makes;
             None: the default device.
           kernels: "xla", "native" or "auto", as for `run.choose`.
@@ -164,7 +170,9 @@ class LLM:
         file = tokenizers.find(beside) if tokenizer is None or named or beside.is_dir() else beside
         found = tokenizers.load(file, header=header if file == source else None)
         model = source or (config if isinstance(config, Config) else from_toml(str(config)))
-        params = checkpoint.load(model, dtype=dtype, rope_theta=rope_theta, run=run, mesh=mesh, header=header)
+        params = checkpoint.load(
+            model, dtype=dtype, rope_theta=rope_theta, context=context, run=run, mesh=mesh, header=header
+        )
         small = None if draft is None else _load_draft(draft, found.fit(params.config.vocab_size), run)
         return cls(
             params, found, template=source or beside, compile_cache=compile_cache, speculate=speculate, draft=small
@@ -260,30 +268,56 @@ class LLM:
             self._answer(prompt if isinstance(prompt, Prompt) else Prompt(prompt, Settings(**settings)))
         )
 
-    def chat(self, messages: Sequence[Message], **settings: Unpack[Overrides]) -> Completion:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        **settings: Unpack[Overrides],
+    ) -> Completion:
         """Answer the last of some messages, each a `role` and a `content`, as the model's template has them.
+
+        Args:
+          messages: calls of earlier answers and their results among them.
+          tools: functions that the model may call, as OpenAI's API writes them: the completion has its `tool_calls`.
+          tool_choice: "none", "auto", "required", or which function must be called.
+          parallel_tool_calls: whether there may be several calls in one answer.
+          **settings: how it answers.
 
         Raises:
           ChatError: there is no template, or it refuses the messages.
           TokenizerError: a message can't be encoded.
-          ValueError: a wrong setting, or the messages don't fit the context.
+          ValueError: a wrong setting or tool, or the messages don't fit the context.
           FloatingPointError: the model's logits are not finite.
         """
-        answer = self._reply(messages, Settings(**settings))
-        (completion,) = self._complete(iter([answer]), 1)
-        return completion
+        pieces = self.stream_chat(
+            messages, tools=tools, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls, **settings
+        )
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                completion: Completion = end.value
+                return completion
 
     def stream_chat(
-        self, messages: Sequence[Message], **settings: Unpack[Overrides]
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        **settings: Unpack[Overrides],
     ) -> Generator[str, None, Completion]:
-        """Answer like `chat`, piece by piece; returns the completion."""
-        return self._stream(self._reply(messages, Settings(**settings)))
-
-    def _reply(self, messages: Sequence[Message], settings: Settings) -> Answer:
-        ids = self.template.render(messages)
-        self.runner.check(ids)
+        """Answer like `chat`, piece by piece, calls apart; returns the completion."""
+        asked = turn(self.template, messages, to_tools(tools, tool_choice, parallel_tool_calls))
+        how = asked.settings(Settings(**settings))
         text = messages[-1].get("content") if messages else ""
-        return Answer(self.tokenizer, Prompt(text if isinstance(text, str) else "", settings), ids)
+        prompt = Prompt(text if isinstance(text, str) else "", how)
+        pieces = self._stream(Answer(self.tokenizer, prompt, self._checked(asked.ids, how)))
+        return pieces if (parser := asked.parser()) is None else generation.with_calls(pieces, parser)
 
     @property
     def template(self) -> Template:
@@ -309,11 +343,17 @@ class LLM:
         """Turn a prompt into ids, the beginning-of-text token first.
 
         Raises:
-          ValueError: they don't fit the context.
+          ValueError: they don't fit the context, or the text is to have a format that can't be compiled.
         """
         ids = self.tokenizer.prompt_ids(prompt.text) if prompt.ids is None else list(prompt.ids)
+        return self._checked(ids, prompt.settings)
+
+    def _checked(self, ids: list[int], settings: Settings) -> list[int]:
+        """Return the ids of a prompt that can be continued in this way."""
         self.runner.check(ids)
-        self.runner.check_ids([*prompt.settings.logit_bias, *prompt.settings.stop_token_ids])
+        self.runner.check_ids([*settings.logit_bias, *settings.stop_token_ids])
+        if (form := settings.form) is not None:
+            self.grammars.check(form)
         return ids
 
     def score(self, text: str) -> Score:

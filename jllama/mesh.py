@@ -68,7 +68,7 @@ def check(config: Config, model: int) -> None:
     """Raise ValueError where a model can't be divided into `model` parts."""
     problems = [
         f"{name} = {size}: expected a multiple of {model}"
-        for name, size in (("n_heads", config.n_heads), ("hidden_dim", config.hidden_dim))
+        for name, size in ((name, getattr(config, name)) for name in ("n_heads", "hidden_dim", "shared_dim"))
         if size % model
     ]
     if config.n_kv_heads % model and model % config.n_kv_heads:
@@ -98,6 +98,7 @@ def local_config(config: Config, model: int) -> Config:
         n_heads=config.n_heads // model,
         n_kv_heads=max(config.n_kv_heads // model, 1),
         hidden_dim=config.hidden_dim // model,
+        shared_dim=config.shared_dim // model,
     )
 
 

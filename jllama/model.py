@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,11 @@ from jax import lax
 
 from jllama import kernels
 from jllama.config import Config
+from jllama.experts import Experts, mixture
+from jllama.norms import Norm, norm
 from jllama.rotary import rotary, rotate
 from jllama.run import Run
 from jllama.weights import Linear, Weight, layer_of, linear, take
-
-
-class Norm(NamedTuple):
-    """The scale of a norm, and the shift of GPT-2's."""
-
-    weight: jax.Array  # float32 [D], or [H] for the norms of single heads
-    bias: jax.Array | None = None  # float32 [D]
 
 
 class Layer(NamedTuple):
@@ -40,8 +35,11 @@ class Layer(NamedTuple):
 
     wqkv: Linear  # [N*H + 2*K*H, D]: the rows of wq, wk and wv; rotary pairs interleaved
     wo: Linear  # [D, N*H]
-    w13: Linear  # [2*F, D]: the rows of w1 (gate) and w3 (up); [F, D] without a gate
-    w2: Linear  # [D, F]
+    w13: Linear | None = None  # [2*F, D]: the rows of w1 (gate) and w3 (up); [F, D] without a gate
+    w2: Linear | None = None  # [D, F]
+    router: jax.Array | None = None  # float32 [E, D], where there are experts; w13 and w2 are shared by all tokens then
+    experts: Experts | None = None
+    shared_gate: jax.Array | None = None  # float32 [D]
     attention_norm: Norm | None = None  # before and after the attention, and the same of the feed-forward
     attention_post_norm: Norm | None = None
     ffn_norm: Norm | None = None
@@ -58,9 +56,11 @@ class Layer(NamedTuple):
         """Give one of several layers (int32 scalar)."""
 
         def leaf(x: Any) -> Any:
+            if isinstance(x, Experts):  # which takes the number itself
+                return x
             return x.at(number) if isinstance(x, Weight) else layer_of(x, number)
 
-        found: Layer = jax.tree.map(leaf, self, is_leaf=lambda x: isinstance(x, Weight))
+        found: Layer = jax.tree.map(leaf, self, is_leaf=lambda x: isinstance(x, Weight | Experts))
         return found
 
 
@@ -217,7 +217,7 @@ def _layer(
 
     a, k, v = attention(config, run, layer, k, v, norm(config, layer.attention_norm, x), where, number)
     after = x + scaled(norm(config, layer.attention_post_norm, a))
-    f = feed_forward(config, run, layer, norm(config, layer.ffn_norm, x if config.parallel else after))
+    f = feed_forward(config, run, layer, norm(config, layer.ffn_norm, x if config.parallel else after), number)
     return after + scaled(norm(config, layer.ffn_post_norm, f)), k, v
 
 
@@ -323,41 +323,27 @@ def _write(cache: jax.Array, new: jax.Array, first: jax.Array, number: jax.Array
     return cache.view(dtype)
 
 
-def feed_forward(config: Config, run: Run, layer: Layer, x: jax.Array) -> jax.Array:
+def feed_forward(config: Config, run: Run, layer: Layer, x: jax.Array, number: jax.Array | None) -> jax.Array:
+    """Apply the feed-forward, or the experts and what there is beside them: `[B, T, D]` to `[B, T, D]`."""
+    if layer.router is None or layer.experts is None:
+        return dense(config, run, layer, x)
+    y = mixture(config, run, layer.router, layer.experts, x, number)
+    if layer.shared_gate is None:
+        return y
+    gate = jnp.sum(x * layer.shared_gate[None, None], axis=-1, keepdims=True)
+    return y + jax.nn.sigmoid(gate) * dense(config, run, layer, x)
+
+
+def dense(config: Config, run: Run, layer: Layer, x: jax.Array) -> jax.Array:
     """SwiGLU, `w2 (silu(w1 x) * w3 x)`, or without a gate `w2 gelu(w1 x)`: `[B, T, D]` to `[B, T, D]`.
 
     Sources: Shazeer, arXiv 2002.05202; Hendrycks and Gimpel, arXiv 1606.08415, the tanh form.
     """
-    hidden, up = linear(layer.w13, x, run), None
+    w13, w2 = cast(Linear, layer.w13), cast(Linear, layer.w2)
+    hidden, up = linear(w13, x, run), None
     if config.gated:
         hidden, up = jnp.split(hidden, 2, axis=-1)
     is_exact = config.activation == "gelu_erf"
     hidden = jax.nn.silu(hidden) if config.activation == "silu" else jax.nn.gelu(hidden, approximate=not is_exact)
     # A few of the inputs are far larger than the others.
-    return linear(layer.w2, hidden if up is None else hidden * up, run, fine=True, divided=True)
-
-
-def norm(config: Config, scale: Norm | None, x: jax.Array) -> jax.Array:
-    """Bring the last axis of `x [..., D]` to a root mean square (or a standard deviation) of 1, then scale it.
-
-    Without a scale there is no norm.
-
-    Sources: Zhang and Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450.
-    """
-    if scale is None:
-        return x
-    if config.norm == "layer":
-        x = x - _mean(x)
-    x = x * lax.rsqrt(_mean(x * x) + config.norm_eps)
-    x = x * scale.weight.reshape((1,) * (x.ndim - 1) + (-1,))
-    return x if scale.bias is None else x + scale.bias.reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-def _mean(x: jax.Array) -> jax.Array:
-    """Average over the last axis of `x [..., D]`: `[..., 1]`."""
-    # By halves: on a CPU the order of XLA's own sum of a row depends on how many rows there are.
-    n = x.shape[-1]
-    total = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, (1 << (n - 1).bit_length()) - n)])
-    while (half := total.shape[-1] // 2) > 0:
-        total = total[..., :half] + total[..., half:]
-    return total / n
+    return linear(w2, hidden if up is None else hidden * up, run, fine=True, divided=True)

@@ -64,7 +64,7 @@ class Plan:
       parameters: numbers in the weights of the whole model.
       rows: of a batch, on one device.
       weights: what they take.
-      read: how much of them a step reads: without an embedding that isn't the head too.
+      read: how much of them a step reads, `read_bytes`.
       slot: what a token takes in the cache, with its rows and layers.
       fits: each kind of device.
     """
@@ -103,7 +103,7 @@ def plan(
     part = abstract_params(contents.config, contents.sources, dtype=dtype, parts=mesh.model, run=run)
     rows = batch_rows(batch_size, mesh.data, dtype)
     weights = size(part)
-    read = weights - (0 if part.output is None else size(part.embedding))
+    read = read_bytes(part, rows)
 
     slot = size(jax.eval_shape(functools.partial(init_cache, batch=rows, length=1), part))
 
@@ -131,6 +131,18 @@ def longest_context(part: Params, cache: Any, memory: float) -> int:
         before, slots = slots, cache_slots(2 * slots, limit)
         needed = cache(before) + cache(slots)
     return found
+
+
+def read_bytes(params: Params, rows: int) -> int:
+    """Return the bytes of weights that a pass over so many tokens reads at most, arrays real or abstract.
+
+    Of experts those that the tokens can take; of an embedding that isn't the head too next to nothing.
+    """
+    config = params.config
+    spare = 0 if params.output is None else size(params.embedding)
+    experts = sum(size(layer.experts) for layer in params.layers)
+    left = max(config.n_experts - rows * config.n_active_experts, 0)
+    return size(params) - spare - (experts * left // config.n_experts if experts else 0)
 
 
 def size(tree: Any) -> int:

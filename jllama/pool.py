@@ -6,63 +6,20 @@ own row. On a mesh every data shard has as many rows as the others; a row stays 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from jllama.decode import State, Stop
+from jllama.grammar import GrammarError
 from jllama.mesh import ROWS
 from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START, STOP
+from jllama.row import Kept, Row, Taken, guides, stop_ids
 from jllama.runner import Runner, block_width, cache_slots, power_of_two
 from jllama.sampling import Sampling
 from jllama.settings import Settings, to_sampling
-
-_STOP_IDS = 128  # of a row; with more there are programs for that
-
-
-class Taken(NamedTuple):
-    """Tokens of a row, as `Completion` has them."""
-
-    ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]  # as many as the ids, or none
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-    """A prompt and what is generated after it.
-
-    Args:
-      ids: of the prompt.
-      sampling: its settings, arrays of one row.
-      limit: the number of tokens, prompt included, at which it is full.
-      shard: where it is on a mesh.
-      taken: how many of its tokens were handed out, prompt included.
-      stop_ids: the tokens that end it.
-      done: whether no more will be generated.
-      place: its row in the state, None before its prompt is read and after it has left.
-    """
-
-    ids: list[int]
-    sampling: Sampling
-    limit: int
-    shard: int
-    taken: int
-    stop_ids: tuple[int, ...]
-    done: bool = False
-    place: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """What a row has left behind: a state, in which it is the first row of its shard, and the ids cached there."""
-
-    state: State
-    ids: list[int]
-    shard: int
+from jllama.speculator import Speculator
 
 
 class Pool:
@@ -102,7 +59,8 @@ class Pool:
           kept: what a row has left, for a single prompt; it is used up. Only what its ids lack is read.
 
         Raises:
-          ValueError: a prompt that the model can't read, or token ids in the settings that it hasn't.
+          ValueError: a prompt that the model can't read, a format that can't be compiled, or token ids in the settings
+            that the model hasn't.
         """
         return Reading(self, self.accept(prompts, None if kept is None else kept.shard), kept)
 
@@ -113,6 +71,7 @@ class Pool:
             self.runner.check(ids)
             self.runner.check_ids([*settings.logit_bias, *settings.stop_token_ids])
         context = self.runner.params.config.max_seq_len
+        followers = [self.runner.guide(ids, settings) for ids, settings in prompts]
         sampling = self.runner.agree(
             to_sampling([s for _, s in prompts], [len(ids) for ids, _ in prompts])
         )  # random seeds
@@ -121,7 +80,7 @@ class Pool:
             mine = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], sampling)
             on = self._least_used() if shard is None else shard
             limit, ends = min(len(ids) + settings.max_new_tokens, context), settings.ends(self._stop_ids)
-            rows.append(Row(ids, mine, limit, on, len(ids), ends))
+            rows.append(Row(ids, mine, limit, on, len(ids), ends, guide=followers[i]))
             self._reading.append(rows[-1])
         return rows
 
@@ -138,30 +97,46 @@ class Pool:
                 self._regroup(self._local, self._slots_for(slots + 1))
             if self._arguments is None:
                 self._arguments = self._put_arguments(self._places)
-            done = np.array([row is None or row.done for row in self._places])
+            sampling, stop = self._arguments
+            if followed := guides(self._places):
+                allowed = self.runner.put(self.runner.masks(followed, len(self._places)), ROWS)
+                stop, steps = stop._replace(allowed=allowed), 1
+            done = np.array([row is None or row.done or row.stuck or row.complete for row in self._places])
             # A place that is free costs least at its beginning.
             pos = np.where([row is None for row in self._places], 0, self._pos)
-            self._fetch(self._decode(done, pos.astype(np.int32), *self._arguments, steps))
+            guessing = None if followed else self.runner.speculator  # a grammar allows one token at a time
+            self._fetch(self._decode(done, pos.astype(np.int32), sampling, stop, steps, guessing))
         self.runner.timings.decode_tokens += int(self._pos[live].sum() - before)
 
-    def _decode(self, done: np.ndarray, pos: np.ndarray, sampling: Sampling, stop: Stop, steps: int) -> State:
+    def _decode(
+        self,
+        done: np.ndarray,
+        pos: np.ndarray,
+        sampling: Sampling,
+        stop: Stop,
+        steps: int,
+        guessing: Speculator | None,
+    ) -> State:
         assert self._state is not None
         on_devices = self.runner.put((done, pos), ROWS)
         state = self._state._replace(done=on_devices[0], pos=on_devices[1])
-        if self.runner.speculator is None:
+        if guessing is None:
             decoded: State = self.runner.call(DECODE, state, sampling, stop, np.int32(steps))
             return decoded
         live = [None if ended else row for row, ended in zip(self._places, done, strict=True)]
-        return self.runner.speculator.decode(self.runner, state, sampling, stop, steps, live, self._tokens, pos)
+        return guessing.decode(self.runner, state, sampling, stop, steps, live, self._tokens, pos)
 
     def take(self, row: Row) -> Taken:
         """Return the ids generated in a row since the last call, and their log-probabilities.
 
         Raises:
           FloatingPointError: the model's logits were not finite.
+          GrammarError: the row's grammar can't go on.
           ValueError: no token could follow.
         """
         assert row.place is not None
+        if row.guide is not None and row.guide.fault:
+            raise GrammarError(f"the grammar stops after {row.guide.count} tokens: {row.guide.fault}")
         new = slice(row.taken, int(self._pos[row.place]) + 1)
         logprobs = self._logprobs[row.place, new]
         if np.isneginf(logprobs).any():
@@ -278,6 +253,7 @@ class Pool:
         for place, row in enumerate(self._places):
             if row is not None:
                 row.place, row.done = place, row.done or bool(done[place])
+                row.follow(self._tokens[place, : self._pos[place] + 1])
 
     def _put_arguments(self, rows: Sequence[Row | None]) -> tuple[Sampling, Stop]:
         """Lay out what the programs want to know of rows; a place without one is full from the start."""
@@ -285,7 +261,8 @@ class Pool:
         settings = [(row or anyone).sampling for row in rows]
         sampling = jax.tree.map(lambda *leaves: np.stack(leaves), *settings)
         limits = np.array([1 if row is None else row.limit for row in rows], np.int32)
-        stop = Stop(_stop_ids(rows), limits, self.runner.banned)  # type: ignore[arg-type]
+        allowed = self.runner.masks(guides(rows), len(rows))
+        stop = Stop(stop_ids(rows), limits, self.runner.banned, allowed)  # type: ignore[arg-type]
         return self.runner.put(sampling, SAMPLING), self.runner.put(stop, STOP)
 
     def _least_used(self) -> int:
@@ -368,12 +345,6 @@ class Reading:
         while not self.advance():
             pass
         return self.rows
-
-
-def _stop_ids(rows: Iterable[Row | None]) -> np.ndarray:
-    ends = [() if row is None else row.stop_ids for row in rows]
-    width = power_of_two(max(map(len, ends)), _STOP_IDS)
-    return np.array([[*ids, *[-1] * (width - len(ids))] for ids in ends], np.int32)
 
 
 def common_prefix(old: list[int], new: list[int]) -> int:

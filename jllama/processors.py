@@ -20,6 +20,12 @@ def forbid(logits: jax.Array, ids: jax.Array, on: jax.Array) -> jax.Array:
     return result
 
 
+def allow(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Take all tokens but those of `masks [B, ceil(V / 32)]`, uint32: bit i % 32 of word i // 32 for id i."""
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
+    return jnp.where(bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] != 0, logits, -jnp.inf)
+
+
 def add_biases(logits: jax.Array, ids: jax.Array, biases: jax.Array) -> jax.Array:
     """Add `biases [B, N]` to the logits of tokens `ids [B, N]`; what is no token is passed over."""
     rows = lax.broadcasted_iota(jnp.int32, ids.shape, 0)

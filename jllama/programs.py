@@ -20,7 +20,7 @@ from jllama.model import Params
 from jllama.sampling import Sampling
 
 # Where the arguments of the rows lie on a mesh.
-STOP = Stop(ids=ROWS, length=ROWS, banned=WHOLE)
+STOP = Stop(ids=ROWS, length=ROWS, banned=WHOLE, allowed=ROWS)
 SAMPLING = Sampling(*[ROWS] * len(Sampling._fields))
 
 

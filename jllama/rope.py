@@ -122,14 +122,35 @@ class Yarn(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class Divided(RopeScaling):
-    """Each frequency is divided by a number of its own, as in LongRoPE (Ding et al., arXiv 2402.13753).
-
-    `longest` is the longest context that the divisors are for; None: any.
-    """
+    """Each frequency is divided by a number of its own."""
 
     divisors: tuple[float, ...]
+
+    def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
+        return frequencies / np.array(self.divisors, np.float64)
+
+    def problems(self) -> list[str]:
+        return _not_positive("divisors", self.divisors)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope(RopeScaling):
+    """Each frequency is divided by a number of its own: `long` ones in contexts over `original_max_seq_len` tokens.
+
+    `longest` is the longest context, and `is_long` whether this one is long. Source: Ding et al., arXiv 2402.13753.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_seq_len: int
+    longest: int
     attention_factor: float = 1.0
-    longest: int | None = None
+    is_long: bool = False
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """Those for this context."""
+        return self.long if self.is_long else self.short
 
     def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
         return frequencies / np.array(self.divisors, np.float64)
@@ -139,10 +160,23 @@ class Divided(RopeScaling):
         return self.attention_factor
 
     def problems(self) -> list[str]:
-        wrong = [value for value in self.divisors if not _is_positive(value)]
-        return super().problems() + [
-            f"rope_scaling.divisors = {quoted(value)}: expected positive numbers" for value in wrong
-        ]
+        found = super().problems() + _not_positive("short", self.short) + _not_positive("long", self.long)
+        if len(self.short) != len(self.long):
+            found.append(
+                f"rope_scaling has {len(self.short)} short and {len(self.long)} long factors: expected as many"
+            )
+        return found
 
 
-FORMULAS: dict[str, type[RopeScaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn, "divided": Divided}
+def _not_positive(name: str, values: tuple[float, ...]) -> list[str]:
+    wrong = [value for value in values if not _is_positive(value)]
+    return [f"rope_scaling.{name} = {quoted(value)}: expected positive numbers" for value in wrong]
+
+
+FORMULAS: dict[str, type[RopeScaling]] = {
+    "linear": Linear,
+    "llama3": Llama3,
+    "yarn": Yarn,
+    "divided": Divided,
+    "longrope": LongRope,
+}

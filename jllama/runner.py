@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jllama import mesh, processes
+from jllama.grammar import Grammars, Guide
 from jllama.model import Params
 from jllama.programs import Program, Programs
+from jllama.settings import Settings
 from jllama.speculator import Speculator
 
 _MIN_SLOTS = 256  # of a cache; it doubles when it is full
@@ -43,15 +45,23 @@ class Runner:
       speculator: what guesses tokens, None where nothing does.
     """
 
-    def __init__(self, params: Params, compile_cache: str | Path | None = None, banned: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        params: Params,
+        compile_cache: str | Path | None = None,
+        banned: Collection[int] = (),
+        grammars: Grammars | None = None,
+    ) -> None:
         """Take a model.
 
         Args:
           params: the model.
           compile_cache: the folder where programs are kept; None: in memory alone.
           banned: ids that are never drawn.
+          grammars: those of its tokenizer; None: no row can have one.
         """
         self.params = params
+        self.grammars = grammars
         self.banned: np.ndarray | None = None
         if banned:
             self.banned = np.isin(np.arange(params.config.vocab_size), list(banned))
@@ -81,6 +91,24 @@ class Runner:
         result = self._programs.call(program, *args, **static)
         self.timings.compile_seconds = self._programs.seconds
         return result
+
+    def guide(self, ids: Sequence[int], settings: Settings) -> Guide | None:
+        """Return what follows the text after a prompt, where it is to have a format.
+
+        Raises:
+          ValueError: the format can't be compiled.
+        """
+        if (form := settings.form) is None:
+            return None
+        if self.grammars is None:
+            raise ValueError("a response_format: expected none, as the model has no tokenizer here")
+        return self.grammars.guide(form, ids, ends=not settings.ignore_eos)
+
+    def masks(self, guides: Mapping[int, Guide], rows: int) -> np.ndarray:
+        """Return which tokens may come next in each row, as `Stop.allowed` has it; without a guide all may."""
+        if self.grammars is None or not guides:
+            return np.full((rows, -(-self.params.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        return self.grammars.masks(guides, rows)
 
     @property
     def programs(self) -> int:

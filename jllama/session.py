@@ -8,7 +8,8 @@ from jllama import generation
 from jllama.chat import Conversation, Template
 from jllama.generation import Answer, Completion, Prompt
 from jllama.llm import LLM
-from jllama.pool import Kept, Pool
+from jllama.pool import Pool
+from jllama.row import Kept
 from jllama.settings import Settings
 
 
@@ -24,6 +25,9 @@ class Session:
     Attributes:
       conversation: the turns so far.
       dropped: how many of the oldest turns did not fit the context any more when the last question was asked.
+
+    Raises:
+      GrammarError: the answers are to have a format that can't be compiled.
     """
 
     def __init__(self, llm: LLM, template: Template, system: str, settings: Settings) -> None:
@@ -32,6 +36,8 @@ class Session:
         self.conversation = Conversation(template, system)
         self.dropped = 0
         self._kept: Kept | None = None
+        if (form := settings.form) is not None:
+            llm.grammars.check(form)
 
     def reset(self, system: str | None = None) -> None:
         """Forget all turns; with `system`, begin with another system message."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from jllama.errors import listed, quoted, shown
+from jllama.response_format import Format, to_format
 
 if TYPE_CHECKING:
     from jllama.sampling import Sampling
@@ -37,12 +38,13 @@ class Overrides(TypedDict, total=False):
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    response_format: Format | Mapping[str, Any] | None
 
 
 class About(NamedTuple):
     """What there is to know of a setting, in its field's metadata under "about"."""
 
-    kind: type  # int, float, bool or str
+    kind: type  # int, float, bool, str or Format
     allows: Callable[[Any], bool]  # whether a value of that kind will do
     expected: str  # what to give, for messages
     help: str  # what it does, for people
@@ -163,17 +165,32 @@ class Settings:
         "end the text before any of these tokens",
     )
     ignore_eos: bool = _bool("go on after the tokens with which the model ends a text")
+    response_format: Format | Mapping[str, Any] | None = dataclasses.field(  # a Format or None, once it is here
+        default=None,
+        metadata={"about": About(Format, bool, "a format", "what the whole text must be like: JSON, or a grammar's")},
+    )
 
     def __post_init__(self) -> None:
         problems = []
         for field in dataclasses.fields(self):
             value, about = getattr(self, field.name), field.metadata["about"]
+            if about.kind is Format:
+                try:
+                    object.__setattr__(self, field.name, to_format(value))
+                except ValueError as e:
+                    problems.append(str(e))
+                continue
             found = _plain(value, about, optional=field.default is None)
             if found is _WRONG:
                 problems.append(f"{field.name} = {quoted(value)}: expected {about.expected}")
             object.__setattr__(self, field.name, found)
         if problems:
             raise ValueError(listed(problems))
+
+    @property
+    def form(self) -> Format | None:
+        """What the whole text must be like."""
+        return to_format(self.response_format)
 
     def ends(self, of_model: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that end the text, where those of the model are `of_model`."""

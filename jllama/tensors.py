@@ -21,11 +21,12 @@ class Tensor(NamedTuple):
     """A tensor of a model, or one of each layer."""
 
     name: str  # as in Meta's checkpoints; `{}` stands for the number of the layer
-    shape: tuple[int, ...]  # [out, in] of a matrix
+    shape: tuple[int, ...]  # [out, in] of a matrix, of those of all experts one below the other
     leaf: str  # the path in `Params`; tensors of one leaf lie below each other in it, in this order
     divided: Divided
     matrix: bool = True  # kept in the model's storage form; else float32
     rotary: bool = False  # its rows are rotary pairs, neighbours in each head
+    experts: int = 0  # of how many experts it has a matrix each; 0: it is no expert's
 
     def names(self, config: Config) -> list[str]:
         """Return its name, or that of each layer's."""
@@ -52,6 +53,10 @@ def tensors(config: Config) -> tuple[Tensor, ...]:
         bias = Tensor(f"{name}.bias", (width,), f"{leaf}.bias", "not", matrix=False)
         return [weight, bias] if c.norm_bias else [weight]
 
+    def expert(name: str, leaf: str, shape: tuple[int, int], divided: Divided) -> Tensor:
+        rows = c.n_experts * shape[0]
+        return Tensor(f"{ffn}.experts.{name}.weight", (rows, shape[1]), leaf, divided, experts=c.n_experts)
+
     def linear(name: str, leaf: str, shape: tuple[int, int], divided: Divided, bias: bool) -> list[Tensor]:
         rotary = c.position == "rope" and name.endswith(("wq", "wk"))
         weight = Tensor(f"{name}.weight", shape, f"{leaf}.weight", divided, rotary=rotary)
@@ -75,9 +80,17 @@ def tensors(config: Config) -> tuple[Tensor, ...]:
             found += norm(f"{attention}.{name}", f"layers.{name}", width, rotary=True)
     found += norm("layers.{}.attention_post_norm", "layers.attention_post_norm") if after else []
     found += norm("layers.{}.ffn_norm", "layers.ffn_norm") if before else []
-    found += linear(f"{ffn}.w1", "layers.w13", (f, d), "width", c.ffn_bias)
-    found += linear(f"{ffn}.w3", "layers.w13", (f, d), "width", c.ffn_bias) if c.gated else []
-    found += linear(f"{ffn}.w2", "layers.w2", (d, f), "inputs", c.ffn_bias)
+    if c.n_experts:
+        found.append(Tensor(f"{ffn}.router.weight", (c.n_experts, d), "layers.router", "not", matrix=False))
+        found.append(expert("w1", "layers.experts.w13", (f, d), "width"))
+        found.append(expert("w3", "layers.experts.w13", (f, d), "width"))
+        found.append(expert("w2", "layers.experts.w2", (d, f), "inputs"))
+    if c.shared_dim:
+        found.append(Tensor(f"{ffn}.shared_gate.weight", (d,), "layers.shared_gate", "not", matrix=False))
+    if width := c.shared_dim if c.n_experts else f:
+        found += linear(f"{ffn}.w1", "layers.w13", (width, d), "width", c.ffn_bias)
+        found += linear(f"{ffn}.w3", "layers.w13", (width, d), "width", c.ffn_bias) if c.gated else []
+        found += linear(f"{ffn}.w2", "layers.w2", (d, width), "inputs", c.ffn_bias)
     found += norm("layers.{}.ffn_post_norm", "layers.ffn_post_norm") if after else []
     found += norm("norm", "norm")
     if not c.tied:
@@ -106,6 +119,11 @@ def fitted(config: Config, names: Container[str]) -> Config:
 
 
 def counts(config: Config) -> tuple[int, int]:
-    """Count the numbers in the matrices of all layers, and in the output head: those that a step multiplies."""
-    layers = sum(math.prod(t.shape) for t in tensors(config) if t.matrix and t.in_layers) * config.n_layers
-    return layers, config.vocab_size * config.dim
+    """Count the numbers that a step multiplies: in all layers' matrices, of chosen experts alone, and in the head."""
+    layers = 0
+    for t in tensors(config):
+        if t.matrix and t.in_layers:
+            layers += (
+                math.prod(t.shape) * config.n_active_experts // config.n_experts if t.experts else math.prod(t.shape)
+            )
+    return layers * config.n_layers, config.vocab_size * config.dim

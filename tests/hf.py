@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import oracle
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 
 from jllama.config import Config
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": bfloat16, "I64": np.int64, "BOOL": np.bool_}
+DTYPES |= {"I8": np.int8, "I32": np.int32, "F8_E4M3": float8_e4m3fn}
 
 
 def packed(header: Any, data: bytes = b"") -> bytes:

@@ -3,6 +3,7 @@
 A process has the devices that it began with, so this is one of its own: `python tests/meshes.py` with XLA_FLAGS=EIGHT.
 """
 
+import dataclasses
 import json
 import re
 import tempfile
@@ -22,8 +23,10 @@ from jllama import mesh as meshes
 from jllama.checkpoint.build import build_params
 from jllama.checkpoint.source import Source
 from jllama.config import Config
+from jllama.grammar import Grammars
 from jllama.model import Params, init_cache, prefill, step
 from jllama.pool import Pool
+from jllama.response_format import Format
 from jllama.runner import Runner
 from jllama.sampling import argmax
 from jllama.settings import Settings
@@ -41,10 +44,15 @@ LLAMAS: dict[str, tuple[Config, bool, bool]] = {
     "gqa": (*tiny.CONFIGS["gqa"], False),
     "qwen3": (Config(48, 80, 2, 8, 4, 96, 64, head_dim=8), True, True),  # biases, norms of heads
 }
+LLAMAS["experts"] = (
+    Config(48, 40, 2, 8, 4, 96, 64, n_experts=5, n_active_experts=2, normalized_experts=True, shared_dim=24),
+    *(True, False),
+)
 CASES = {
     "gqa float32": ["data:8", "model:8", "data:2,model:4"],  # 2 key heads: several devices have the same one
     "gqa int8": ["data:4", "model:4", "data:2,model:4"],
     "qwen3 float32": ["data:2,model:2"],
+    "experts float32": ["data:2,model:4"],
     "gpt2 float32": ["data:4", "model:4", "data:2,model:2"],
 }
 
@@ -138,12 +146,17 @@ def collectives(text: str) -> dict[str, int]:
 def batch(
     name: str, dtype: str, text: str | None, steps: int, speculate: Speculate = "off", more: int = 0
 ) -> dict[str, Any]:
-    """Generate as a user does, in a batch of ragged prompts: greedily, and drawn with a seed."""
+    """Generate as a user does, in a batch of ragged prompts: greedily, drawn with a seed, and letters alone."""
     params = load(name, dtype, None if text is None else mesh_of(text), Path())
-    runner = Runner(params)
+    letters = tiny.Letters([bytes([i + 30]) for i in range(params.config.vocab_size)])
+    runner = Runner(params, grammars=Grammars(letters, letters.vocab_size))
     runner.speculator = choose(speculate, params)
     prompts = [tiny.ids(params.config, n, seed=n).tolist() for n in (1, 5, 12, 7, 3)]
     settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i + more) for i in range(5)]
+    if more:  # few different tokens, so that they repeat themselves
+        settings = [dataclasses.replace(one, logit_bias={5: 100.0, 6: 100.0, 7: 100.0}) for one in settings]
+    else:  # beside a grammar nothing is guessed
+        settings[3] = dataclasses.replace(settings[3], response_format=Format("regex", "[A-M]*"))
     pool = Pool(runner, [2], 5)
     rows = pool.join(list(zip(prompts, settings, strict=True))).finish()
     while not all(row.done for row in rows):

@@ -25,11 +25,36 @@ def forward(weights: Weights, config: Any, tokens: NDArray[np.int32]) -> Array:
         layer = {name.removeprefix(f"layers.{i}."): a for name, a in w.items() if name.startswith(f"layers.{i}.")}
         x = x + attention(layer, config, rms_norm(x, layer["attention_norm.weight"], config.norm_eps), angles)
         h = rms_norm(x, layer["ffn_norm.weight"], config.norm_eps)
-        gate = h @ layer["feed_forward.w1.weight"].T
-        up = h @ layer["feed_forward.w3.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["feed_forward.w2.weight"].T
+        x = x + (experts(layer, config, h) if "feed_forward.router.weight" in layer else swiglu(layer, h))
     head = w.get("output.weight", w["tok_embeddings.weight"])
     return rms_norm(x, w["norm.weight"], config.norm_eps) @ head.T
+
+
+def swiglu(layer: dict[str, Array], x: Array, names: str = "feed_forward.w{}.weight") -> Array:
+    """Apply a gated feed-forward."""
+    w1, w2, w3 = (layer[names.format(i)] for i in (1, 2, 3))
+    gate = x @ w1.T
+    return (gate / (1 + np.exp(-gate)) * (x @ w3.T)) @ w2.T
+
+
+def experts(layer: dict[str, Array], config: Any, x: Array) -> Array:
+    """Apply all experts to all tokens, weighed by their probabilities; those not taken by 0."""
+    n = config.n_experts
+    scores = x @ layer["feed_forward.router.weight"].T
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    p = p / p.sum(axis=-1, keepdims=True)
+    p[p < np.sort(p, axis=-1)[:, -config.n_active_experts, None]] = 0
+    if config.normalized_experts:
+        p = p / p.sum(axis=-1, keepdims=True)
+    y = np.zeros_like(x)
+    for e in range(n):
+        one = {str(i): layer[f"feed_forward.experts.w{i}.weight"] for i in (1, 2, 3)}
+        one = {name: w.reshape(n, -1, w.shape[-1])[e] for name, w in one.items()}
+        y += p[:, e, None] * swiglu(one, x, "{}")
+    if "feed_forward.shared_gate.weight" in layer:
+        gate = x @ layer["feed_forward.shared_gate.weight"]
+        y += swiglu(layer, x) / (1 + np.exp(-gate))[:, None]
+    return y
 
 
 def attention(layer: dict[str, Array], config: Any, x: Array, angles: Array) -> Array:
@@ -140,6 +165,13 @@ def random_weights(config: Any, *, tied: bool, seed: int = 0) -> Weights:
         "feed_forward.w2": (d, f),
         "feed_forward.w3": (f, d),
     }
+    if n := getattr(config, "n_experts", 0):
+        three = {name: layer.pop(f"feed_forward.{name}") for name in ("w1", "w2", "w3")}
+        layer |= {f"feed_forward.experts.{name}": (n * rows, columns) for name, (rows, columns) in three.items()}
+        layer["feed_forward.router"] = (n, d)
+        if s := config.shared_dim:
+            layer |= {f"feed_forward.{name}": shape for name, shape in (("w1", (s, d)), ("w2", (d, s)), ("w3", (s, d)))}
+            layer["feed_forward.shared_gate"] = (d,)
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings": (config.vocab_size, d), "norm": (d,)}
     shapes |= {f"layers.{i}.{name}": shape for i in range(config.n_layers) for name, shape in layer.items()}
     shapes |= {} if tied else {"output": (config.vocab_size, d)}

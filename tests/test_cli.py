@@ -184,6 +184,7 @@ def test_random_weights_of_a_config(run: Run, shared: Path) -> None:
 
 def test_an_empty_checkpoint(run: Run) -> None:
     assert "--checkpoint is empty" in error(run("--checkpoint="))
+    assert "context = 9999: expected 1 to 384 tokens" in error(run("--checkpoint=stories", "--context=9999"))
 
 
 def test_help(run: Run) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jllama.checkpoint import llama2c
-from jllama.config import Config, ConfigError, from_toml
-from jllama.rope import Linear, Llama3
+from jllama.config import Config, ConfigError, from_toml, with_context
+from jllama.rope import Linear, Llama3, LongRope
 from jllama.tensors import tensors
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -132,3 +132,21 @@ def test_layers_of_their_own_are_read(tmp_path: Path) -> None:
     path.write_text(f"{text}[rope_scaling]\ntype = 'ntk'\n")
     with pytest.raises(ConfigError, match=r"rope_scaling.type = 'ntk': expected linear or llama3"):
         from_toml(path)
+
+
+def test_a_context_is_at_most_the_models_and_chooses_the_factors_of_longrope() -> None:
+    config = Config(32, 64, 2, 4, 4, 97, 64)
+    assert with_context(config, 10) == dataclasses.replace(config, max_seq_len=10)
+    scaling = LongRope((1.0, 2.0), (3.0, 4.0), 16, 64)
+    config = Config(32, 64, 2, 4, 4, 97, 16, head_dim=4, rope_scaling=scaling)
+    assert with_context(config, 16).rope_scaling == scaling
+    long = with_context(config, 17)
+    assert (long.max_seq_len, long.rope_scaling) == (17, dataclasses.replace(scaling, is_long=True))
+    assert with_context(long, 16) == config
+    for context in (0, 65):
+        with pytest.raises(ConfigError, match=f"context = {context}: expected 1 to 64 tokens"):
+            with_context(config, context)
+    with pytest.raises(ConfigError, match="context = 8: expected 64 to 64 tokens"):
+        with_context(Config(32, 64, 2, 4, 4, 97, 64, position="learned"), 8)
+    with pytest.raises(ConfigError, match=r"rope_scaling.long = -1.*; rope_scaling has 2 short and 1 long factors"):
+        dataclasses.replace(config, rope_scaling=LongRope((1.0, 2.0), (-1.0,), 16, 64))

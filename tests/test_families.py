@@ -34,16 +34,17 @@ def named(path: Path) -> str:
 @pytest.mark.parametrize("folder", FOLDERS, ids=named)
 def test_logits_and_greedy_ids_equal_those_of_transformers(folder: Path) -> None:
     expected = np.load(folder / "expected.npz")
-    params = checkpoint.load(folder, dtype="float32")
+    context = 64 if folder.name.endswith("-past") else None  # past the original length
+    params = checkpoint.load(folder, dtype="float32", context=context)
     found = tiny.all_logits(params, expected["ids"])
     np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)
     # A ragged batch, and single steps past each prompt; equal layers as a stack.
-    params = checkpoint.load(folder, dtype="float32", run=Run(stacked=True))
+    params = checkpoint.load(folder, dtype="float32", context=context, run=Run(stacked=True))
     assert params.layers[0].stacked == params.config.has_equal_layers
-    length = np.array([7, 11], np.int32)
+    length = np.array(expected.get("lengths", [7, 11]), np.int32)
     stop = Stop(jnp.array([-1], jnp.int32), jnp.array(length + 12))
-    prompts = jnp.array(expected["ids"][:, :11])
-    tokens = np.array(jit_generate(params, prompts, jnp.array(length), tiny.greedy(2), stop, slots=32).tokens)
+    prompts = jnp.array(expected["ids"][:, : length[1]])
+    tokens = np.array(jit_generate(params, prompts, jnp.array(length), tiny.greedy(2), stop, slots=64).tokens)
     for row, n, ids in zip(tokens, length, expected["greedy"], strict=True):
         np.testing.assert_array_equal(row[n : n + 12], ids)
 
@@ -54,7 +55,7 @@ UNSAID = {
     "gemma3": {"attention_scale": 8**-0.5, "full_layers": (), "local_rope_theta": 10000.0},
 }
 # llama.cpp's names have no place for them: other ways of YaRN and GELU, and GPT-NeoX's activation.
-HUGGINGFACE_ONLY = ("llama-yarn-mscale", "phi3-longrope", "gpt_neox-serial")
+HUGGINGFACE_ONLY = ("llama-yarn-mscale", "llama-llama3", "phi3-longrope-past", "gpt_neox-serial")
 
 
 @pytest.mark.parametrize("folder", [f for f in FOLDERS if f.name not in HUGGINGFACE_ONLY], ids=named)
@@ -120,7 +121,7 @@ def test_no_config_json_fails_in_another_way(data: st.DataObject, folder: Path) 
 @given(st.data(), st.sampled_from(FOLDERS))
 def test_no_keys_of_gguf_fail_in_another_way(data: st.DataObject, folder: Path) -> None:
     fields = json.loads((folder / "config.json").read_text())
-    kind = fields["model_type"].removesuffix("_text").replace("gpt_neox", "gptneox")
+    kind = gguf_families.architecture(fields)
     keys = {key.removeprefix(f"{kind}."): x for key, x in gguf_families.keys(kind, fields).items()}
     arrays = st.lists(st.integers(0, 9), max_size=3).map(np.array)
     keys |= data.draw(st.dictionaries(st.sampled_from(sorted(keys)), ANYTHING | arrays, min_size=1, max_size=3))

@@ -539,7 +539,19 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"llama.attention.clamp_kqv": 8.0}, ["llama.attention.clamp_kqv: not supported"]),
         ({"llama.anything": "new"}, ["llama.anything: not supported"]),
         ({"llama.attention.causal": False}, ["attention.causal = False"]),
-        ({"llama.expert_count": 8}, ["expert_count = 8: not supported; expected 0"]),
+        ({"llama.expert_count": 8}, ["expert_used_count is missing"]),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 9},
+            ["n_active_experts = 9: expected 1 to n_experts = 8"],
+        ),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_weights_norm": False},
+            ["expert_weights_norm = False: not supported; expected True"],
+        ),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2},
+            ["ffn_up_exps.weight is missing, expected [512, 32]"],
+        ),
         ({"llama.rope.freq_base": float("nan")}, ["rope_theta = nan"]),
         ({"general.alignment": 0}, ["general.alignment = 0"]),
         ({"general.alignment": 48}, ["general.alignment = 48"]),

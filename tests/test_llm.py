@@ -1,5 +1,6 @@
 """Text in, text out: golden texts, batches, streams, stop strings, seeds, scores."""
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -140,6 +141,8 @@ def test_rows_of_mixed_settings_equal_each_row_alone(stories: LLM) -> None:
             Settings(seed=0, min_p=0.1, max_new_tokens=7),
         ),
         Prompt("The sun", Settings(seed=2**64 - 1, top_p=0.5)),
+        Prompt("A cat", Settings(seed=5, presence_penalty=0.8, frequency_penalty=0.4, logit_bias={300: 4.0})),
+        Prompt("A dog", Settings(seed=6, top_logprobs=3, stop_token_ids=(13,), min_new_tokens=30, max_new_tokens=60)),
     ]
     alone = [stories.generate([p])[0] for p in prompts]
     for order in (prompts, prompts[::-1]):
@@ -181,7 +184,22 @@ def test_prompts_of_64_lengths_and_any_settings_compile_a_program_a_bucket(
 
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         first = run(temperature=0.0)
-        again = run(temperature=1.1, top_k=7, top_p=0.8, min_p=0.1, repetition_penalty=1.3, seed=3, stop=("x",))
+        again = run(
+            temperature=1.1,
+            top_k=7,
+            top_p=0.8,
+            min_p=0.1,
+            seed=3,
+            stop=("x",),
+            ignore_eos=True,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            frequency_penalty=0.5,
+            logit_bias={3: 1.0},
+            min_new_tokens=1,
+            top_logprobs=5,
+            stop_token_ids=[7],
+        )
     # start and decode for the one size of cache, and read_prompt for blocks of 16, 32, 64 (and BOS makes 65: 128)
     assert first <= 2 + 4
     assert again == 0
@@ -241,6 +259,63 @@ def test_bos_and_eos_end_a_text_and_are_not_part_of_it() -> None:
         llm = LLM(params, tiny.Letters([b"", b"<s>", b"</s>", b"a", b"b", b"c", b"d"]))
         completion = llm.generate([""], temperature=0)[0]  # the prompt is BOS alone, which does not end it
         assert (completion.text, completion.finish_reason, completion.tokens) == ("abcd", "stop", [3, 4, 5, 6])
+
+
+def test_how_a_text_ends_is_a_setting_of_its_row() -> None:
+    llm = tiny.says(b"?", b"a", b"b", b"c")  # ids 4 to 6, and then 2, the end, which 2 follows
+    rows = {
+        "stop_token_ids": (Settings(stop_token_ids=[5]), [4], "stop"),
+        "both": (Settings(stop_token_ids=[2], ignore_eos=True), [4, 5, 6], "stop"),
+        "ignore_eos": (Settings(ignore_eos=True, max_new_tokens=6), [4, 5, 6, 2, 2, 2], "length"),
+        "biased": (Settings(logit_bias={4: -20, 6: 20}), [6], "stop"),
+        "neither": (Settings(), [4, 5, 6], "stop"),
+    }
+    prompts = [Prompt("?", dataclasses.replace(row[0], temperature=0.0)) for row in rows.values()]
+    for name, found in zip(rows, llm.generate(prompts), strict=True):
+        assert (found.tokens, found.finish_reason) == rows[name][1:], name
+
+
+def test_no_text_ends_before_min_new_tokens() -> None:
+    llm = tiny.says(b"?", b"a", b"b", b"c")
+    best = [4, 5, 6, 0]  # after the last letter all others are equally probable
+    for least in (0, 3, 4):
+        (found,) = llm.generate(["?"], temperature=0, min_new_tokens=least, max_new_tokens=10)
+        assert found.tokens == best[: max(least, 3)]
+        assert found.finish_reason == "stop"
+
+
+def test_a_row_in_which_nothing_can_come_ends_with_an_error() -> None:
+    llm = tiny.says(b"?", b"a", b"b", b"c")
+    every = range(llm.params.config.vocab_size)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match="no token can follow at position 2"):
+            llm.generate(["?"], temperature=temperature, stop_token_ids=list(every), min_new_tokens=2)
+
+
+def test_the_most_probable_tokens() -> None:
+    llm = tiny.says(b"?", b"a", b"b", b"c")
+    settings = [Settings(temperature=0.0, top_logprobs=n, logit_bias={5: 50}, max_new_tokens=2) for n in (2, 0, 20)]
+    two, none, twenty = llm.generate([Prompt("?", s) for s in settings])
+    assert none.top_logprobs == []
+    assert two.tokens == [5, 5]  # the bias decides what comes, and not what the model thinks of it
+    assert [[i for i, _ in place] for place in two.top_logprobs] == [[4, 0], [6, 0]]
+    assert [len(place) for place in twenty.top_logprobs] == [7, 7]  # the whole vocabulary
+    for place, token, logprob in zip(twenty.top_logprobs, twenty.tokens, twenty.logprobs, strict=True):
+        assert dict(place)[token] == pytest.approx(logprob)
+        assert sum(np.exp(x) for _, x in place) == pytest.approx(1)
+
+
+def test_several_answers_to_a_prompt_read_it_once(stories: LLM) -> None:
+    llm = LLM(stories.params, stories.tokenizer)
+    text = "Once upon a time there was a little dog who lived in a house with a big red door. " * 3
+    seeds = Settings(seed=2**64 - 1, max_new_tokens=12)
+    expected = [llm.generate([Prompt(text, dataclasses.replace(seeds, seed=s))])[0] for s in (2**64 - 1, 0, 1)]
+    before = llm.timings.prompt_tokens
+    found = llm.generate([Prompt(text, seeds)], n=3)
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    assert len({c.text for c in found}) == 3
+    assert llm.timings.prompt_tokens - before == len(llm.encode(Prompt(text))) + 2
+    assert len(llm.generate(["a", "b"], n=2, max_new_tokens=1)) == 4
 
 
 def test_how_a_text_of_max_new_tokens_ends() -> None:

@@ -14,7 +14,8 @@ import tiny
 from jllama import checkpoint
 from jllama.checkpoint.build import sources_of
 from jllama.config import Config
-from jllama.model import Norm, Params, forward, init_cache, norm, prefill, step
+from jllama.model import Params, forward, init_cache, prefill, step
+from jllama.norms import Norm, norm
 from jllama.rope import Llama3
 from jllama.rotary import rotary_frequencies
 from jllama.run import Run

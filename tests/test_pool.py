@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings, strategies
 
 from jllama import runner
 from jllama.config import Config
-from jllama.pool import Kept, Pool, Row
+from jllama.pool import Pool
+from jllama.row import Kept, Row
 from jllama.runner import Runner, block_width, cache_slots
 from jllama.settings import Settings
 

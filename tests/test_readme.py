@@ -12,7 +12,7 @@ from test_rooms import ROOMS
 from jllama.cli import commands
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "docs/devices.md", "docs/benchmark.md", "docs/embedded_model.md"]
+PAGES = ["README.md", "docs/devices.md", "docs/benchmark.md", "docs/embedded_model.md", "docs/serving.md"]
 
 
 def blocks(page: str, language: str) -> str:

@@ -161,6 +161,7 @@ def test_ragged_batches_are_the_same_on_a_mesh(found: dict[str, Any]) -> None:
     one, mesh = found["batches"]
     assert one["ids"] == mesh["ids"]
     assert [len(ids) for ids in one["ids"]] == [5, 6, 7, 8, 9]
+    assert set(one["ids"][3]) <= {ord(letter) - 30 for letter in "ABCDEFGHIJKLM"}
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Small models for the tests: random weights as a dict for the oracle, and as `Params`."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,13 +64,17 @@ def greedy(rows: int):
     return to_sampling([Settings(temperature=0.0)] * rows)
 
 
-def chain(successor: list[int], max_seq_len: int = 64) -> Params:
-    """Make a model that always continues token i with `successor[i]`: one-hot embeddings, layers that add nothing."""
+def chain(successor: list[int], max_seq_len: int = 64, unlikely: Sequence[int] = ()) -> Params:
+    """Make a model that always continues token i with `successor[i]`: one-hot embeddings, layers that add nothing.
+
+    Where that can't be, it takes one of the tokens that are not `unlikely`.
+    """
     v = len(successor)
     config = Config(v, 2, 1, 1, 1, v, max_seq_len, head_dim=2)
     weights = {name: np.zeros_like(a) for name, a in oracle.random_weights(config, tied=False).items()}
     weights["tok_embeddings.weight"] = np.eye(v, dtype=np.float32)
     weights["norm.weight"] = np.ones(v, np.float32)
+    weights["output.weight"][list(unlikely)] = -10.0
     weights["output.weight"][successor, range(v)] = 10.0
     return params(weights, config)
 

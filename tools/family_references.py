@@ -4,8 +4,8 @@
   python tools/family_references.py [NAME ...]
 
 A folder each: config.json and model.safetensors (bfloat16, so that they are small) as transformers saves them, and
-expected.npz: ids `[2, T]`, float32 logits `[2, T, V]`, and 12 greedy ids after the first row's first 7 and the
-second's first 11.
+expected.npz: ids `[2, T]`, float32 logits `[2, T, V]`, and 12 greedy ids after the first `lengths` of each row, 7 and
+11 where there are none.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ SIZES = {
 MHA = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3}
 del MHA["head_dim"]  # 8
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.5, 2.5],
@@ -101,6 +102,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "mixtral": ("Mixtral", theta(1000.0) | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        theta(1000.0)
+        | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 10}
+        | {"shared_expert_intermediate_size": 14},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        theta(1000.0)
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True},
+    ),
+    "phi3-longrope-past": (
+        "Phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 20, "head_dim": ..., "hidden_size": 48},
+    ),
+    "llama-llama3": (
+        "Llama",
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16, "rope_theta": 100.0}},
+    ),
 }
 
 
@@ -110,6 +131,7 @@ def make(name: str, seed: int) -> None:
     tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}
     fields = {key: value for key, value in (SIZES | tokens | changes).items() if value is not ...}
     config = getattr(transformers, f"{family}Config")(**fields)
+    config._experts_implementation = "eager"  # the others want wider experts
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -125,9 +147,11 @@ def make(name: str, seed: int) -> None:
     ids = torch.randint(0, config.vocab_size, (2, LENGTH))
     with torch.no_grad():
         logits = model(ids).logits.numpy()
-        rows = [model.generate(ids[i : i + 1, :n], max_new_tokens=12, do_sample=False) for i, n in ((0, 7), (1, 11))]
+        lengths = (22, 26) if name.endswith("-past") else (7, 11)
+        rows = [model.generate(ids[i : i + 1, :n], max_new_tokens=12, do_sample=False) for i, n in enumerate(lengths)]
     greedy = np.stack([row[0, -12:].numpy() for row in rows])
-    np.savez_compressed(folder / "expected.npz", ids=ids.numpy().astype(np.int32), logits=logits, greedy=greedy)
+    arrays = {"ids": ids.numpy().astype(np.int32), "logits": logits, "greedy": greedy, "lengths": np.array(lengths)}
+    np.savez_compressed(folder / "expected.npz", **arrays)
     print(name, logits.std(), {file.name: file.stat().st_size for file in folder.iterdir()})
 
 

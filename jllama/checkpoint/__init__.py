@@ -26,7 +26,7 @@ from jllama.checkpoint.build import (
     build_params,
 )
 from jllama.checkpoint.source import Array, Source
-from jllama.config import Config
+from jllama.config import Config, with_context
 from jllama.gguf_file import Header
 from jllama.model import Params
 from jllama.run import Run
@@ -94,6 +94,7 @@ def load(
     *,
     dtype: str = "auto",
     rope_theta: float | None = None,
+    context: int | None = None,
     run: Run = PLAIN,
     mesh: Mesh | None = None,
     header: Header | None = None,
@@ -107,6 +108,7 @@ def load(
       dtype: "float32", "bfloat16" or "int8" (one scale for each output channel) for the matrices, "auto" for what
         the file stores: with kernels the very blocks of a quantised GGUF file; norms are float32 always.
       rope_theta: base of the rotary frequencies in place of the file's, for formats that do not record it.
+      context: the longest text in tokens, at most the model's own (`config.with_context`); None: that.
       run: how it will be run (`run.choose`).
       mesh: the devices that it is laid out over (`mesh.make_mesh`), each with its own part; only those of this
         process are read. None: the default device.
@@ -114,15 +116,17 @@ def load(
 
     Raises:
       CheckpointError: the file cannot be opened, is of another kind, or does not fit its own header.
-      ConfigError: `rope_theta` is not a positive number.
+      ConfigError: `rope_theta` is not a positive number, or the model has no such `context`.
       ValueError: an unknown `dtype`, or a mesh that doesn't divide the model.
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype = {dtype!r}: expected auto, {', '.join(DTYPES)}")
     if isinstance(path, Config):
+        path = path if context is None else with_context(path, context)
         return random(path, dtype="float32" if dtype == "auto" else dtype, run=run, mesh=mesh)
     contents = read(path, header=header)
     config = contents.config if rope_theta is None else dataclasses.replace(contents.config, rope_theta=rope_theta)
+    config = config if context is None else with_context(config, context)
     if dtype == "auto":
         # Only kernels of our own multiply a file's blocks as they are at a good speed.
         is_quantised = any(source.stored is not None for source in contents.sources.values())

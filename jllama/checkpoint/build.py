@@ -19,11 +19,14 @@ from jax.sharding import Mesh
 
 from jllama import mesh as meshes
 from jllama.checkpoint.contents import CheckpointError, Contents
+from jllama.checkpoint.mapped import joined, rows_of
 from jllama.checkpoint.parts import part
 from jllama.checkpoint.source import Array, Source
 from jllama.config import Config
 from jllama.errors import listed, shown
-from jllama.model import Layer, Norm, Params
+from jllama.experts import Experts
+from jllama.model import Layer, Params
+from jllama.norms import Norm
 from jllama.run import Run
 from jllama.tensors import Tensor, leaves, tensors
 from jllama.weights import FORMS, KINDS, Linear, Plain, Weight
@@ -73,8 +76,8 @@ def build_params(
     total = sum(math.prod(source.shape) for source in sources.values())
     with tqdm.tqdm(total=total, unit="w", unit_scale=True, desc="weights", delay=1, disable=None) as bar:
 
-        def leaf(layers: Sequence[Sequence[str]], dtype: str, stacked: bool) -> Any:
-            found = [[[p[name] for name in names] for names in layers] for p in parts]
+        def leaf(layers: Sequence[Sequence[str]], dtype: str, stacked: bool, experts: int) -> Any:
+            found = [_matrices([[p[name] for name in names] for names in layers], experts) for p in parts]
             hosts = _read(found, _form(found[0], dtype), stacked)
             placed = [_put(host, on) for host, there in zip(hosts, devices.values(), strict=True) for on in there]
             bar.update(sum(math.prod(sources[name].shape) for names in layers for name in names))
@@ -94,8 +97,8 @@ def abstract_params(
     """
     narrowed = part(sources, config, 0, parts)
 
-    def leaf(layers: Sequence[Sequence[str]], dtype: str, stacked: bool) -> Any:
-        found = [[narrowed[name] for name in names] for names in layers]
+    def leaf(layers: Sequence[Sequence[str]], dtype: str, stacked: bool, experts: int) -> Any:
+        found = _matrices([[narrowed[name] for name in names] for names in layers], experts)
         return _make(found, _form(found, dtype), stacked, jax.ShapeDtypeStruct)
 
     return _assemble(meshes.local_config(config, parts), run, dtype, leaf)
@@ -110,8 +113,11 @@ def sources_of(params: Params) -> dict[str, Source]:
             for number, name in enumerate(tensor.names(params.config)):
                 is_stacked = tensor.in_layers and params.run.stacked
                 weight = _leaf(params, path, 0 if is_stacked else number)
-                sources[name] = _rows_of(weight, number if is_stacked else None, first, tensor.shape)
-            first += tensor.shape[0]
+                at, count = number if is_stacked else 0, tensor.experts or 1
+                shape = (tensor.shape[0] // count, *tensor.shape[1:])
+                matrices = range(at * count, (at + 1) * count) if is_stacked or tensor.experts else [None]
+                sources[name] = joined([_rows_of(weight, i, first, shape) for i in matrices], axis=0)
+            first += shape[0]
     return sources
 
 
@@ -123,21 +129,25 @@ def blocks(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int
 
 
 def _assemble(
-    config: Config, run: Run, dtype: str, leaf: Callable[[Sequence[Sequence[str]], str, bool], Any]
+    config: Config, run: Run, dtype: str, leaf: Callable[[Sequence[Sequence[str]], str, bool, int], Any]
 ) -> Params:
-    """Put a model together; `leaf` makes one of the tensors of one or several layers, in a form, stacked or not."""
+    """Put a model together; `leaf` makes one of the tensors of one or several layers, in a form.
+
+    It is told whether they are to be stacked, and of how many experts each tensor has a matrix: these are always.
+    """
 
     def fields(group: list[tuple[str, list[Tensor]]], numbers: Sequence[int], stacked: bool) -> dict[str, Any]:
         found: dict[str, dict[str, Any]] = {}
         for path, parts in group:
             names = [[tensor.name.format(i) for tensor in parts] for i in numbers]
             is_matrix = parts[0].matrix
-            weight = leaf(names, dtype if is_matrix else "float32", stacked)
+            experts = parts[0].experts
+            weight = leaf(names, dtype if is_matrix else "float32", stacked or experts > 0, experts)
             field, _, suffix = path.removeprefix("layers.").partition(".")
             found.setdefault(field, {})[suffix] = weight if is_matrix else weight.values
+        kinds: dict[str, Any] = dict.fromkeys((f for f in found if f.endswith("norm")), Norm) | {"experts": Experts}
         return {
-            field: leaves[""] if "" in leaves else (Norm if field.endswith("norm") else Linear)(**leaves)
-            for field, leaves in found.items()
+            field: leaves[""] if "" in leaves else kinds.get(field, Linear)(**leaves) for field, leaves in found.items()
         }
 
     run = dataclasses.replace(run, stacked=run.stacked and config.has_equal_layers)
@@ -163,6 +173,15 @@ def _check(config: Config, sources: Mapping[str, Source], origin: str) -> None:
     problems += [f"{shown(name)} is not a tensor of this model" for name in sources if name not in expected]
     if problems:
         raise CheckpointError(f"{origin}: {listed(problems)}")
+
+
+def _matrices(layers: list[list[Source]], experts: int) -> list[list[Source]]:
+    """Take the tensors of layers apart into the matrices of each expert, as if those were layers themselves."""
+    if not experts:
+        return layers
+    rows = [source.shape[0] // experts for source in layers[0]]
+    each = range(experts)
+    return [[rows_of(s, i * n, n) for s, n in zip(sources, rows, strict=True)] for sources in layers for i in each]
 
 
 def _form(layers: Sequence[Sequence[Source]], dtype: str) -> str:

@@ -33,6 +33,7 @@ _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(jnp.bfloat16)}
 _BF16 = 30
 
 _ROPE_DIVISORS = "rope_freqs.weight"
+_LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def read(path: Path, header: Header | None = None) -> Contents:
@@ -62,10 +63,15 @@ def read(path: Path, header: Header | None = None) -> Contents:
         tensors |= found
         with open(part, "rb") as file:
             data = map_file(file)
+        found = {name: _flat(tensor, metadata.get(f"{architecture}.expert_count")) for name, tensor in found.items()}
         raw |= _sources(data, found, keys.get("general.alignment", gguf_file.DEFAULT_ALIGNMENT), problems)
     divisors = raw.pop(_ROPE_DIVISORS, None)
+    fields = _fields(metadata, str(path), tensors)
+    if all(name in raw for name in _LONGROPE):
+        numbers = [source.read(0, source.shape[0]) for source in map(raw.pop, _LONGROPE)]
+        fields.values = dict(fields.values) | {"rope_factors": tuple(tuple(x.ravel().tolist()) for x in numbers)}
     try:
-        config, _ = config_of(family.config, _fields(metadata, str(path), tensors), strict=True)
+        config, _ = config_of(family.config, fields, strict=True)
         if divisors is not None:
             config = _stretched(config, divisors.read(0, divisors.shape[0]))
     except ConfigError as e:
@@ -81,7 +87,7 @@ def read(path: Path, header: Header | None = None) -> Contents:
 
 
 def _nearest_dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    types = {tensor.type for tensor in tensors.values() if len(tensor.shape) == 2}
+    types = {t.type for name, t in tensors.items() if len(t.shape) > 1 and not name.endswith("ffn_gate_inp.weight")}
     if not types <= set(_PLAIN):
         return "int8"
     return "bfloat16" if types == {_BF16} else "float32"
@@ -122,6 +128,13 @@ def _stretched(config: Config, divisors: Array) -> Config:
         ):
             return stretched
     return divided
+
+
+def _flat(tensor: TensorInfo, experts: Any) -> TensorInfo:
+    """Take the matrices of all experts `[E, out, in]` as one of E * out rows."""
+    if len(tensor.shape) != 3 or tensor.shape[0] != experts:
+        return tensor
+    return tensor._replace(shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
 
 
 def _sources(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from absl import logging
 
-from jllama.checkpoint import safetensors
+from jllama.checkpoint import quantized, safetensors
 from jllama.checkpoint.build import CheckpointError, Contents, sources_of
 from jllama.checkpoint.files import new_folder, parse_json
 from jllama.checkpoint.huggingface_config import describe, is_model, parse
@@ -64,14 +64,23 @@ def read(path: Path) -> Contents:
     if described.tied and not tied:
         logging.warning("%s: tie_word_embeddings = true, but there is an %s: using that", config, head)
     sizes = dataclasses.replace(described.config, tied=tied)
-    problems = [
-        f"{shown(name)} is {tensor.dtype}, expected {', '.join(safetensors.FLOATS)}"
-        for name, tensor in tensors.items()
-        if tensor.dtype not in safetensors.FLOATS
-    ]
-    sources = arranged(layout, sizes, {name: _source(tensor) for name, tensor in tensors.items()}, problems)
+    problems: list[str] = []
+    if how := described.quantization:
+        found = quantized.sources(how, tensors, problems)
+    else:
+        found = {name: _source(tensor) for name, tensor in tensors.items()}
+        problems += [
+            f"{shown(name)} is {tensor.dtype}, expected {', '.join(safetensors.FLOATS)}"
+            for name, tensor in tensors.items()
+            if tensor.dtype not in safetensors.FLOATS
+        ]
+    # What belongs to a matrix that can't be put together would be missing too.
+    sources = arranged(layout, sizes, found, problems) if how is None or not problems else {}
     if problems:
         raise CheckpointError(f"{path}: {listed(problems)}")
+    if how is not None:
+        has_integers = any(source.stored is not None for source in found.values())
+        return Contents(sizes, sources, "int8" if has_integers else "bfloat16")
     matrices = {tensor.dtype for tensor in tensors.values() if len(tensor.shape) == 2}
     return Contents(sizes, sources, "bfloat16" if matrices == {"BF16"} else "float32")
 

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
+from jllama.checkpoint import quantized
 from jllama.checkpoint.contents import CheckpointError
+from jllama.checkpoint.quantized import Quantization
 from jllama.config import Config, ConfigError
 from jllama.errors import listed, shown
 from jllama.families import HUGGINGFACE, Fields, config_of
@@ -20,6 +22,7 @@ class Description(NamedTuple):
     family: HuggingFace
     config: Config
     tied: bool | None  # None: it does not say, so that the tensors do
+    quantization: Quantization | None = None
 
 
 def is_model(fields: Mapping[str, Any]) -> bool:
@@ -39,11 +42,12 @@ def parse(fields: Mapping[str, Any], origin: str) -> Description:
         raise CheckpointError(f"{origin}: {key} = {shown(found)}: not supported; expected {', '.join(families)}")
     checked = Fields(fields, origin)
     _check_dtype(checked)
+    quantization = quantized.parse(checked)
     try:
         config, tied = config_of(families[found].config, checked)
     except ConfigError as e:
         raise CheckpointError(f"{origin}: {e}") from e
-    return Description(families[found], config, tied)
+    return Description(families[found], config, tied, quantization)
 
 
 def describe(config: Config, dtype: str, origin: str) -> tuple[HuggingFace, dict[str, Any]]:
@@ -81,6 +85,3 @@ def _check_dtype(fields: Fields) -> None:
     if None not in dtypes.values() and dtypes["dtype"] != dtypes["torch_dtype"]:
         both = " and ".join(f"{name} = {shown(value)}" for name, value in dtypes.items())
         logging.warning("%s: %s: each tensor is read as what it is stored in", fields.origin, both)
-    for name in ("quantization_config", "quantization"):  # the latter is mlx's
-        if fields.peek(name) is not None:
-            fields.problems.append(f"{name}: quantised weights are not supported; expected none, or the model's GGUF")

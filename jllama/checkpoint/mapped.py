@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
@@ -45,7 +46,8 @@ def strided(
 
 def rows_of(source: Source, first: int, count: int) -> Source:
     """Give `count` rows of a source from `first` on."""
-    return _with_rows(source, (count, *source.shape[1:]), lambda read, start, stop: read(first + start, first + stop))
+    rows = _with_rows(source, (count, *source.shape[1:]), lambda read, start, stop: read(first + start, first + stop))
+    return rows._replace(columns=source.columns and (rows_of(source.columns[0], first, count), source.columns[1]))
 
 
 def _with_rows(
@@ -68,16 +70,20 @@ def joined(parts: Sequence[Source], axis: int) -> Source:
         shape = (parts[0].shape[0], sum(part.shape[1] for part in parts))
         return Source(shape, lambda start, stop: np.concatenate([part.read(start, stop) for part in parts], axis=1))
 
-    def read(start: int, stop: int) -> Array:
+    def of(reads: Sequence[Callable[[int, int], Array]], start: int, stop: int) -> Array:
         found, first = [], 0
-        for part in parts:
+        for part, read in zip(parts, reads, strict=True):
             begin, end = max(start - first, 0), min(stop - first, part.shape[0])
             if begin < end:
-                found.append(part.read(begin, end))
+                found.append(read(begin, end))
             first += part.shape[0]
         return np.concatenate(found)
 
-    return Source((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), read)
+    stored = [part.stored for part in parts if part.stored is not None]
+    is_same = len(stored) == len(parts) and len({one.kind for one in stored}) == 1
+    blocks = Stored(stored[0].kind, functools.partial(of, [one.read for one in stored])) if is_same else None
+    rows = sum(part.shape[0] for part in parts)
+    return Source((rows, *parts[0].shape[1:]), functools.partial(of, [part.read for part in parts]), stored=blocks)
 
 
 def interleaved(source: Source, head_dim: int, rotary_dim: int) -> Source:

@@ -19,7 +19,7 @@ class _Place(NamedTuple):
     """Where a kind of tensor lies in the files."""
 
     tensor: Tensor
-    name: str  # its name in the files, `{}` for the number of the layer
+    name: str  # its name in the files, `{}` for the number of the layer, and a second for the expert's
     first: int  # of its rows there, after those of other kinds
 
 
@@ -30,7 +30,7 @@ def present(layout: Layout, found: Collection[str]) -> set[str]:
         f"{ours.format(0)}.{suffix}"
         for ours, theirs in names
         for suffix in ("weight", "bias")
-        if f"{theirs.format(0)}.{suffix}" in found
+        if f"{theirs.format(0, 0)}.{suffix}" in found
     }
 
 
@@ -43,14 +43,19 @@ def arranged(layout: Layout, config: Config, found: Mapping[str, Source], proble
       found: all tensors of the file by its own names. A norm may be a matrix of one row.
       problems: takes what is missing, misshapen or left over, by the file's names.
     """
-    sources, expected = {}, dict[str, tuple[int, ...]]()
+    sources, expected = dict[str, Source](), dict[str, tuple[int, ...]]()
+    if config.n_experts > len(found) and any(theirs.count("{}") == 2 for theirs in layout.names.values()):
+        problems.append(f"{config.n_experts} experts: the files hold only {len(found)} tensors")
+        return sources
     for place in _places(layout, config, found):
         is_transposed = _is_transposed(layout, place.tensor)
-        shape = (place.first + place.tensor.shape[0], *place.tensor.shape[1:])
         for ours, theirs in _names(place, config):
-            expected[theirs] = shape[::-1] if is_transposed else shape
-            if theirs in found:
-                source = _part(place, found[theirs], is_transposed, config.head_dim * layout.by_heads)
+            shape = (place.first + place.tensor.shape[0] // len(theirs), *place.tensor.shape[1:])
+            expected |= dict.fromkeys(theirs, shape[::-1] if is_transposed else shape)
+            there = [found[name] for name in theirs if name in found]
+            if len(there) == len(theirs) == 1 or [s.shape for s in there] == [shape] * len(theirs):
+                whole = joined(there, axis=0)
+                source = _part(place, whole, is_transposed, config.head_dim * layout.by_heads)
                 if layout.norm_offset and place.tensor.is_norm:
                     source = _plus(source, layout.norm_offset)
                 is_split = layout.half_split and place.tensor.rotary
@@ -74,7 +79,9 @@ def spread(layout: Layout, config: Config, sources: Mapping[str, Source]) -> dic
                 source = half_split(source, config.head_dim, config.rotated_dim)
             if layout.norm_offset and place.tensor.is_norm:
                 source = _plus(source, -layout.norm_offset)
-            parts.setdefault(theirs, []).append(source)
+            rows = source.shape[0] // len(theirs)
+            for i, name in enumerate(theirs):
+                parts.setdefault(name, []).append(rows_of(source, i * rows, rows))
     return {name: joined(several, axis=0) for name, several in parts.items()}
 
 
@@ -97,9 +104,11 @@ def _fitting(layout: Layout, found: Collection[str]) -> Mapping[str, str]:
     return {ours: theirs.removeprefix(prefix) for ours, theirs in layout.names.items()}
 
 
-def _names(place: _Place, config: Config) -> Iterator[tuple[str, str]]:
-    """Give the names in the engine and in the files, of each layer."""
-    return ((ours, place.name.format(i)) for i, ours in enumerate(place.tensor.names(config)))
+def _names(place: _Place, config: Config) -> Iterator[tuple[str, list[str]]]:
+    """Give the names in the engine and in the files, of each layer; there it may be one of each expert."""
+    experts = place.tensor.experts if place.name.count("{}") == 2 else 1
+    for i, ours in enumerate(place.tensor.names(config)):
+        yield ours, [place.name.format(i, expert) for expert in range(experts)]
 
 
 def _is_transposed(layout: Layout, tensor: Tensor) -> bool:

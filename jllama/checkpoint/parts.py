@@ -24,20 +24,22 @@ def part(sources: Mapping[str, Source], config: Config, index: int, count: int) 
     local = mesh.local_config(config, count)
     heads = {"query heads": (config.n_heads, local.q_dim), "key heads": (config.n_kv_heads, local.kv_dim)}
 
-    def narrowed(source: Source, divided: Divided) -> Source:
+    def narrowed(source: Source, divided: Divided, experts: int) -> Source:
         if divided in heads:
             total, rows = heads[divided]
             return rows_of(source, index * total // count * config.head_dim, rows)
         if divided == "width":
-            return rows_of(source, index * local.hidden_dim, local.hidden_dim)
+            starts = range(0, source.shape[0], source.shape[0] // max(experts, 1))
+            rows = source.shape[0] // len(starts) // count
+            return joined([rows_of(source, start + index * rows, rows) for start in starts], axis=0)
         if divided == "inputs":
             return _columns_of(source, index, source.shape[1] // count)
         return _filled_up(source, index, -(-source.shape[0] // count)) if divided == "vocabulary" else source
 
     if count == 1:
         return dict(sources)
-    names = {name: tensor.divided for tensor in tensors(config) for name in tensor.names(config)}
-    return {name: narrowed(source, names[name]) for name, source in sources.items()}
+    names = {name: tensor for tensor in tensors(config) for name in tensor.names(config)}
+    return {name: narrowed(source, names[name].divided, names[name].experts) for name, source in sources.items()}
 
 
 def _columns_of(source: Source, index: int, count: int) -> Source:

@@ -35,6 +35,14 @@ FLOATS: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 
+# What quantised weights are made of.
+STORED: dict[str, np.dtype[Any]] = {
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "I8": np.dtype("i1"),
+    "I32": np.dtype("<i4"),
+}
+
 _OTHERS = {
     4: "F4",
     6: "F6_E2M3 F6_E3M2",
@@ -52,7 +60,7 @@ _MAX_AXES = 32
 class Tensor(NamedTuple):
     """A tensor of a file; `view()` gives all of it, mapped: only what is touched is read.
 
-    `view` gives memory back that earlier views have read, and needs a dtype of `FLOATS`.
+    `view` gives memory back that earlier views have read, and needs a dtype of `FLOATS` or `STORED`.
     """
 
     dtype: str
@@ -210,6 +218,7 @@ def _misplaced(entries: Mapping[str, _Entry], size: int) -> list[str]:
 def _tensor(data: mmap.mmap, offset: int, entry: _Entry) -> Tensor:
     def view() -> Array:
         release(data)
-        return np.frombuffer(data, FLOATS[entry.dtype], math.prod(entry.shape), offset).reshape(entry.shape)
+        dtype = (FLOATS | STORED)[entry.dtype]
+        return np.frombuffer(data, dtype, math.prod(entry.shape), offset).reshape(entry.shape)
 
     return Tensor(entry.dtype, entry.shape, view)

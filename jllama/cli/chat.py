@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import sys
@@ -13,10 +12,10 @@ from jllama.cli import errors, output
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded, user_folder
 from jllama.cli.loading import load
+from jllama.cli.settings import from_flags
 from jllama.cli.status import waiting
 from jllama.prompts import standard_input
 from jllama.session import Session
-from jllama.settings import Settings
 
 HELP = """\
 /reset       forget the conversation
@@ -33,7 +32,7 @@ def main() -> None:
     if FLAGS.coordinator:
         raise ValueError("chat reads from one terminal: expected no --coordinator")
     stdin = standard_input()
-    settings = Settings(**{field.name: getattr(FLAGS, field.name) for field in dataclasses.fields(Settings)})
+    settings = from_flags()
     llm, load_seconds = load()
     template = llm.template
     if template.guessed:

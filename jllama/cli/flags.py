@@ -111,6 +111,12 @@ GROUPS: dict[str, list[Flag]] = {
             flags.DEFINE_float("rope_theta", None, "base of the rotary frequencies, for files that don't record it"),
             f"{_TEXT} bench convert",
         ),
+        Flag(
+            flags.DEFINE_integer(
+                "context", None, "tokens of the longest text, the model's own at most; longrope goes by it"
+            ),
+            f"{_TEXT} bench",
+        ),
     ],
     "Prompts": [
         Flag(
@@ -147,7 +153,24 @@ GROUPS: dict[str, list[Flag]] = {
             "run",
         ),
     ],
-    "Sampling": [Flag(_setting(field), "run chat serve") for field in dataclasses.fields(Settings)],
+    "Sampling": [
+        Flag(_setting(field), "run chat serve")
+        for field in dataclasses.fields(Settings)
+        if field.name != "response_format"
+    ],
+    "Form of the answer": [
+        Flag(
+            flags.DEFINE_string(
+                "json_schema", None, "a file with the JSON schema that an answer must fit; needs jllama[grammar]"
+            ),
+            "run chat",
+        ),
+        Flag(flags.DEFINE_string("regex", None, "a regular expression that the whole answer must match"), "run chat"),
+        Flag(
+            flags.DEFINE_string("grammar", None, "a file with the Lark grammar of an answer, as llguidance reads it"),
+            "run chat",
+        ),
+    ],
     "Speed": [
         Flag(
             flags.DEFINE_enum(

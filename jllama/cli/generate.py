@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import os
 import sys
@@ -20,6 +19,7 @@ from jllama.cli import output
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded
 from jllama.cli.loading import load
+from jllama.cli.settings import from_flags
 from jllama.cli.status import waiting
 from jllama.generation import Completion, Prompt
 from jllama.llm import LLM
@@ -30,7 +30,7 @@ from jllama.settings import Settings
 def main() -> None:
     """Continue the prompts."""
     _check()
-    settings = Settings(**{field.name: getattr(FLAGS, field.name) for field in dataclasses.fields(Settings)})
+    settings = from_flags()
     llm, load_seconds = load()
     try:
         if FLAGS.prompt_file:

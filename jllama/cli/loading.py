@@ -41,6 +41,7 @@ def _load() -> LLM:
         tokenizer=FLAGS.tokenizer if hub.is_name(FLAGS.tokenizer) or not FLAGS.tokenizer else expanded(FLAGS.tokenizer),
         dtype=FLAGS.dtype,
         rope_theta=FLAGS.rope_theta,
+        context=FLAGS.context,
         mesh=FLAGS.mesh or None,
         kernels=FLAGS.kernels,
         kv_dtype=FLAGS.kv_dtype,
@@ -92,4 +93,4 @@ def weights(dtype: str) -> Params:
     on = mesh.make_mesh(FLAGS.mesh) if FLAGS.mesh else None
     run = choose(FLAGS.kernels, FLAGS.kv_dtype, on_mesh=on is not None)
     source = config.from_toml(expanded(FLAGS.config)) if FLAGS.config else FLAGS.checkpoint
-    return checkpoint.load(source, dtype=dtype, rope_theta=FLAGS.rope_theta, run=run, mesh=on)
+    return checkpoint.load(source, dtype=dtype, rope_theta=FLAGS.rope_theta, context=FLAGS.context, run=run, mesh=on)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import ipaddress
 import logging
 import os
@@ -17,8 +16,8 @@ from jllama.cli import output
 from jllama.cli.flags import FLAGS
 from jllama.cli.folders import expanded
 from jllama.cli.loading import check_source, load
+from jllama.cli.settings import from_flags
 from jllama.cli.status import waiting
-from jllama.settings import Settings
 
 if TYPE_CHECKING:
     from jllama.server.service import Service
@@ -41,7 +40,7 @@ def main() -> None:
     if FLAGS.coordinator:
         raise ValueError("serve runs in one process: expected no --coordinator")
     check_source()
-    settings = Settings(**{field.name: getattr(FLAGS, field.name) for field in dataclasses.fields(Settings)})
+    settings = from_flags()
     options = Options(
         model=_name(),
         settings=settings,

@@ -17,7 +17,8 @@ class Layout(NamedTuple):
     """Where the files of one format have the tensors of a family."""
 
     # By the names of `tensors.tensors`, both without `.weight` and `.bias`, `{}` standing for the number of the layer.
-    # Tensors under one name are one matrix there, its rows in the order of the table.
+    # Tensors under one name are one matrix there, its rows in the order of the table. Experts' have a second `{}` where
+    # the files have a tensor for each, and else one for all.
     names: Mapping[str, str]
     fused: Mapping[str, str] = {}  # names that are used in place of those where a file has them
     optional_prefix: str = ""  # of those names, which some files leave out of all

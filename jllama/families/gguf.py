@@ -26,6 +26,10 @@ NAMES = {
     "layers.{}.feed_forward.w1": "blk.{}.ffn_gate",
     "layers.{}.feed_forward.w2": "blk.{}.ffn_down",
     "layers.{}.feed_forward.w3": "blk.{}.ffn_up",
+    "layers.{}.feed_forward.router": "blk.{}.ffn_gate_inp",
+    "layers.{}.feed_forward.experts.w1": "blk.{}.ffn_gate_exps",
+    "layers.{}.feed_forward.experts.w2": "blk.{}.ffn_down_exps",
+    "layers.{}.feed_forward.experts.w3": "blk.{}.ffn_up_exps",
     "norm": "output_norm",
     "output": "output",
 }
@@ -39,8 +43,8 @@ _HARMLESS = (
 )
 
 
-def sizes(fields: Fields) -> dict[str, Any]:
-    """Read the sizes that all families have, and refuse what none has."""
+def sizes(fields: Fields, *, has_experts: bool = False) -> dict[str, Any]:
+    """Read the sizes that all families have, and refuse what none has; experts are for families that have them."""
     for name in _HARMLESS:
         fields.peek(name)
     n_layers = fields.get("block_count", int)
@@ -58,20 +62,35 @@ def sizes(fields: Fields) -> dict[str, Any]:
     if not fields.problems:
         fields.only("attention.value_length", values["head_dim"] or values["dim"] // max(n_heads, 1))
     fields.only("attention.causal", True)
-    fields.only("expert_count", 0)
+    if not has_experts:
+        fields.only("expert_count", 0)
     return values
 
 
-def decoder(fields: Fields, *, is_partial: bool = False, norm: str = "rms") -> dict[str, Any]:
+def decoder(
+    fields: Fields, *, is_partial: bool = False, norm: str = "rms", has_experts: bool = False
+) -> dict[str, Any]:
     """Read what nearly all families have: sizes, epsilon of the norms and rotary positions.
 
     Heads may be rotated in part if `is_partial`; `norm` is that of `Config`.
     """
     eps = "attention.layer_norm_epsilon" if norm == "layer" else "attention.layer_norm_rms_epsilon"
-    values = sizes(fields) | {"norm_eps": fields.get(eps, float)}
+    values = sizes(fields, has_experts=has_experts) | {"norm_eps": fields.get(eps, float)}
     return ropes.from_gguf(fields, values, is_partial=is_partial)
 
 
-def windowed(fields: Fields) -> dict[str, Any]:
+def windowed(fields: Fields, *, has_experts: bool = False) -> dict[str, Any]:
     """Read what `decoder` does, and the window of all layers."""
-    return decoder(fields) | {"sliding_window": fields.get("attention.sliding_window", int, 0) or None}
+    window = fields.get("attention.sliding_window", int, 0) or None
+    return decoder(fields, has_experts=has_experts) | {"sliding_window": window}
+
+
+def experts(fields: Fields, *, normalized: bool) -> dict[str, Any]:
+    """Read how many experts there are, 0 where the file doesn't say, and how many of them a token takes.
+
+    Whether their weights are `normalized` is llama.cpp's rule for the architecture.
+    """
+    count = fields.get("expert_count", int, 0)
+    active = fields.get("expert_used_count", int, None if count else 0)
+    fields.only("expert_weights_norm", normalized)
+    return {"n_experts": count, "n_active_experts": active, "normalized_experts": normalized and count > 0}

@@ -89,6 +89,15 @@ def fields_of(config: Config) -> dict[str, Any]:
     }
 
 
+def experts(name: str, projections: tuple[str, str, str] = ("gate_proj", "down_proj", "up_proj")) -> dict[str, str]:
+    """Give the names of a router and of experts' three matrices, under one of a layer's modules."""
+    at = f"model.layers.{{}}.{name}"
+    named = {
+        f"{_FEED_FORWARD}.experts.w{i}": f"{at}.experts.{{}}.{x}" for i, x in zip((1, 2, 3), projections, strict=True)
+    }
+    return NAMES | {f"{_FEED_FORWARD}.router": f"{at}.gate"} | named
+
+
 def window(fields: Fields, n_layers: int, *, first: int = 0) -> int | None:
     """Read the window of all layers; `first` is the first that has one, where no `layer_types` says which."""
     kinds = {kind for kind, some in (("sliding_attention", first < n_layers), ("full_attention", first > 0)) if some}

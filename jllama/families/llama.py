@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and Mistral."""
+"""Llama 1 to 3, Mistral and Mixtral."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def _mistral(fields: Fields) -> dict[str, Any]:
     return values | {"sliding_window": huggingface.window(fields, values["n_layers"])}
 
 
+def _mixtral(fields: Fields) -> dict[str, Any]:
+    return huggingface.decoder(fields) | {
+        "sliding_window": fields.get("sliding_window", int, 0) or None,
+        "n_experts": fields.get("num_local_experts", int),
+        "n_active_experts": fields.get("num_experts_per_tok", int),
+        "normalized_experts": True,
+    }
+
+
 def _llama_fields(config: Config) -> dict[str, Any]:
     return huggingface.fields_of(config) | {"attention_bias": config.wo_bias}
 
@@ -29,9 +38,20 @@ def _mistral_fields(config: Config) -> dict[str, Any]:
     return huggingface.fields_of(config) | {"sliding_window": config.sliding_window}
 
 
+def _mixtral_fields(config: Config) -> dict[str, Any]:
+    counts = {"num_local_experts": config.n_experts, "num_experts_per_tok": config.n_active_experts}
+    return _mistral_fields(config) | counts
+
+
+def _gguf(fields: Fields) -> dict[str, Any]:
+    return gguf.windowed(fields, has_experts=True) | gguf.experts(fields, normalized=True)
+
+
+_MIXTRAL = huggingface.LAYOUT._replace(names=huggingface.experts("block_sparse_moe", ("w1", "w2", "w3")))
 HUGGINGFACE = (
     HuggingFace("llama", "LlamaForCausalLM", _llama, huggingface.LAYOUT, _llama_fields),
     HuggingFace("mistral", "MistralForCausalLM", _mistral, huggingface.LAYOUT, _mistral_fields),
+    HuggingFace("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL, _mixtral_fields),
 )
-# Mistral's files are of Llama's architecture. The converter makes neighbours of the rotary pairs.
-GGUF_FILES = (GGUF("llama", gguf.windowed, Layout(gguf.NAMES, fused=gguf.FUSED)),)
+# Mistral's and Mixtral's files are of Llama's architecture. The converter makes neighbours of the rotary pairs.
+GGUF_FILES = (GGUF("llama", _gguf, Layout(gguf.NAMES, fused=gguf.FUSED)),)

@@ -72,8 +72,14 @@ def from_gguf(fields: Fields, values: dict[str, Any], *, is_partial: bool = Fals
         values["rotary_dim"] = fields.get("rope.dimension_count", int, _head_dim(values))
     elif not fields.problems:
         fields.only("rope.dimension_count", _head_dim(values))
-    factor = fields.get("rope.scaling.factor", float, fields.get("rope.scale_linear", float, 0.0)) or 1.0
     original = fields.get("rope.scaling.original_context_length", int, values["max_seq_len"])
+    if isinstance(fields.values.get("rope_factors"), tuple):  # from tensors: no key of a file is one
+        factors = fields.peek("rope_factors")
+        fields.only("rope.scaling.type", "none", "longrope")
+        magnitude = fields.get("rope.scaling.attn_factor", float, 1.0)
+        longest = max(values["max_seq_len"], original)
+        return _stretched(values, rope.LongRope(factors[0], factors[1], original, longest, magnitude))
+    factor = fields.get("rope.scaling.factor", float, fields.get("rope.scale_linear", float, 0.0)) or 1.0
     fields.only("rope.scaling.type", "none", "linear", "yarn")
     kind = fields.get("rope.scaling.type", str, "linear")  # llama.cpp's default
     if kind == "yarn":
@@ -123,17 +129,18 @@ def _scaling(table: Fields, values: dict[str, Any]) -> rope.RopeScaling | None:
 
 
 def _longrope(table: Fields, values: dict[str, Any]) -> rope.RopeScaling:
-    """Read LongRoPE's divisors for contexts up to the original length.
-
-    Beyond it others apply, to all positions: keys in a cache would have to be made anew.
-    """
+    """Read LongRoPE's divisors: those of long contexts apply to all positions, so a context is one or the other."""
     original = table.get("original_max_position_embeddings", int, values["max_seq_len"])
     factor = table.get("factor", float, values["max_seq_len"] / max(original, 1))
     plain = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     magnitude = table.get("attention_factor", float, plain)
-    divisors = table.get("short_factor", list)
-    logging.warning("%s: longrope: its short factors, so up to %d tokens", table.origin, original)
-    return rope.Divided(tuple(x if isinstance(x, int | float) else 0 for x in divisors), magnitude, original)
+    short, long = (
+        tuple(x if isinstance(x, int | float) else 0 for x in table.get(f"{name}_factor", list))
+        for name in ("short", "long")
+    )
+    longest = max(values["max_seq_len"], original)
+    logging.warning("%s: longrope: up to %d tokens, or %d with a context of so many", table.origin, original, longest)
+    return rope.LongRope(short, long, original, longest, magnitude)
 
 
 def _magnitude(table: Fields, factor: float) -> float | None:
@@ -149,6 +156,6 @@ def _stretched(values: dict[str, Any], scaling: rope.RopeScaling | None) -> dict
     if isinstance(scaling, rope.Yarn) and not scaling.problems():
         context = max(values["max_seq_len"], round(scaling.factor * scaling.original_max_seq_len))
         values = values | {"max_seq_len": context}
-    if isinstance(scaling, rope.Divided) and scaling.longest is not None:
-        values = values | {"max_seq_len": min(values["max_seq_len"], scaling.longest)}
+    if isinstance(scaling, rope.LongRope):
+        values = values | {"max_seq_len": min(values["max_seq_len"], scaling.original_max_seq_len)}
     return values | {"rope_scaling": scaling}

@@ -12,6 +12,7 @@ from jllama.server.logprobs import Spelling, Top
 from jllama.server.requests import Asked, Given
 from jllama.server.scoring import PromptScores
 from jllama.tokenizer import Tokenizer
+from jllama.tools import Found, ToolCall, finish_reason
 
 
 class Lists(Protocol):
@@ -35,10 +36,10 @@ class Shape(Protocol):
     def first(self) -> dict[str, Any] | None:
         """Return the beginning of a choice."""
 
-    def part(self, text: str) -> dict[str, Any]:
-        """Return a part of a choice, "" for its end."""
+    def part(self, text: str, calls: Sequence[ToolCall] = (), first: int = 0) -> dict[str, Any]:
+        """Return a part of a choice, "" without calls for its end; `first` is the index of the first call."""
 
-    def full(self, text: str) -> dict[str, Any]:
+    def full(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Return a choice."""
 
 
@@ -58,6 +59,8 @@ class Choice:
         self._shape = shape
         self._begun = False
         self._held: list[tuple[int, float, Top]] = []  # tokens whose text is still to come
+        self._parser = None if given.turn is None else given.turn.parser()
+        self._calls: list[ToolCall] = []
         self._lists: Lists | None = None
         if asked.logprobs is not None:
             spelling = Spelling(tokenizer, () if asked.echo else given.ids)
@@ -77,19 +80,29 @@ class Choice:
         """Yield a piece of the answer; one without a text waits for the next."""
         tops: Sequence[Top] = event.top_logprobs or [()] * len(event.tokens)
         self._held += zip(event.tokens, event.logprobs, tops, strict=True)
-        if event.text:
-            yield self._entry(self._shape.part(event.text), self._held_lists())
+        yield from self._parts(Found(event.text, []) if self._parser is None else self._parser.feed(event.text))
 
-    def end(self, event: Finished) -> dict[str, Any]:
-        """Return the end of the answer."""
-        self.ended = event
+    def end(self, event: Finished) -> Iterator[dict[str, Any]]:
+        """Yield the end of the answer."""
+        self.ended, reason = event, event.completion.finish_reason
+        if self._parser is not None:
+            yield from self._parts(self._parser.flush(whole=reason == "stop"))
         lists = self._held_lists() if self._held else None
-        return self._entry(self._shape.part(""), lists, event.completion.finish_reason)
+        yield self._entry(self._shape.part(""), lists, finish_reason(reason, self._calls))
+
+    def _parts(self, found: Found) -> Iterator[dict[str, Any]]:
+        if found.text or found.calls:
+            part = self._shape.part(found.text, found.calls, len(self._calls))
+            self._calls += found.calls
+            yield self._entry(part, self._held_lists())
 
     def whole(self, event: Finished, scored: PromptScores | None) -> dict[str, Any]:
         """Return the answer at once."""
         self.ended, done = event, event.completion
-        text, lists = done.text, None
+        found, lists = Found(done.text, []), None
+        if self._parser is not None:
+            found = self._parser.whole(done.text, whole=done.finish_reason == "stop")
+        text = found.text
         if self._lists is not None:
             parts = [self._prompt_lists(scored)] if self._asked.echo else []
             parts.append(self._lists.add(done.tokens, done.logprobs, done.top_logprobs))
@@ -99,7 +112,7 @@ class Choice:
             }
         if self._asked.echo:
             text = self.given.text + text
-        return self._entry(self._shape.full(text), lists, done.finish_reason)
+        return self._entry(self._shape.full(text, found.calls), lists, finish_reason(done.finish_reason, found.calls))
 
     def generated(self) -> int:
         """Count the tokens of the answer, with the one that ended it, as vLLM and llama.cpp do."""

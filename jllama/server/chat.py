@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jllama.chat import ChatError, Template
+from jllama.chat import Template
 from jllama.errors import quoted
 from jllama.server.errors import refusal
 from jllama.server.fields import Fields
 from jllama.server.logprobs import ChatLogprobs
 from jllama.server.requests import Given, top_logprobs
-from jllama.tokenizer import TokenizerError
+from jllama.tools import ToolCall, Tools, ToolsError, to_tools, turn
 
 _MOST_MESSAGES = 4096
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool", "function")} | {"developer": "system"}
@@ -33,14 +34,22 @@ class Shape:
         return {"delta": {"role": "assistant", "content": None}}
 
     @staticmethod
-    def part(text: str) -> dict[str, Any]:
-        """Return a part of a choice, "" for its end."""
-        return {"delta": {"content": text} if text else {}}
+    def part(text: str, calls: Sequence[ToolCall] = (), first: int = 0) -> dict[str, Any]:
+        """Return a part of a choice, "" without calls for its end; `first` is the index of the first call."""
+        written = [{"index": i, **_written(call)} for i, call in enumerate(calls, first)]
+        return {"delta": ({"content": text} if text else {}) | ({"tool_calls": written} if written else {})}
 
     @staticmethod
-    def full(text: str) -> dict[str, Any]:
+    def full(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Return a choice."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [_written(call) for call in calls]}
+        return {"message": message}
+
+
+def _written(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def prompts(fields: Fields, template: Template | None) -> list[Given]:
@@ -60,11 +69,21 @@ def prompts(fields: Fields, template: Template | None) -> list[Given]:
     variables = fields.get("chat_template_kwargs", dict) or {}
     if reserved := sorted(_NOT_VARIABLES & variables.keys()):
         raise refusal("chat_template_kwargs", f"chat_template_kwargs can't set {reserved[0]}")
+    tools = _tools(fields)
     try:
-        ids = template.render(messages, **variables)
-    except (ChatError, TokenizerError) as e:
-        raise refusal("messages", str(e).replace(template.name, "the chat template", 1)) from e
-    return [Given(messages[-1]["content"], ids)]
+        asked = turn(template, messages, tools, **variables)
+    except ValueError as e:
+        param = "tools" if isinstance(e, ToolsError) else "messages"
+        raise refusal(param, str(e).replace(template.name, "the chat template", 1)) from e
+    return [Given(messages[-1]["content"], asked.ids, asked)]
+
+
+def _tools(fields: Fields) -> Tools | None:
+    """Return the functions that may be called."""
+    try:
+        return to_tools(*(fields.values.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls")))
+    except ValueError as e:
+        raise refusal(re.split(r"\W", str(e))[0], str(e)) from e  # which begins with the field
 
 
 def message(value: Any, where: str) -> dict[str, Any]:

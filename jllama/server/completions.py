@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jllama.errors import quoted
@@ -10,6 +11,7 @@ from jllama.server.fields import Fields
 from jllama.server.logprobs import TextLogprobs
 from jllama.server.requests import Given, check_length, top_logprobs
 from jllama.tokenizer import Tokenizer, TokenizerError
+from jllama.tools import ToolCall
 
 
 class Shape:
@@ -25,8 +27,8 @@ class Shape:
         return None
 
     @staticmethod
-    def part(text: str) -> dict[str, Any]:
-        """Return a part of a choice, "" for its end."""
+    def part(text: str, calls: Sequence[ToolCall] = (), first: int = 0) -> dict[str, Any]:
+        """Return a part of a choice, "" for its end; there are no calls."""
         return {"text": text}
 
     full = part
@@ -38,6 +40,8 @@ def prompts(fields: Fields, tokenizer: Tokenizer, *, most: int, context: int) ->
     Raises:
       ApiError: there is none, or it can't be encoded.
     """
+    if fields.get("tools", list) and fields.values.get("tool_choice") != "none":
+        raise refusal("tools", "tools are for /v1/chat/completions: leave them out")
     value = fields.values.get("prompt")
     if isinstance(value, list) and value and not _is_id(value[0]):
         if len(value) > most:

@@ -103,7 +103,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._reading = deque[Task]()
         self._running: list[Task] = []
-        self._steps = 1
+        self._read_seconds, self._step_seconds = 0.0, _CHUNK_SECONDS  # in the last turn
         self._large_since: float | None = None
         self._seconds = 1.0  # what a job takes, on the average of the last ones
 
@@ -235,7 +235,7 @@ class Engine:
             except ValueError as e:
                 self._fail(task, e)
                 continue
-            self._reading.append(task)
+            self._reading.appendleft(task)  # a short one waits for no other, and then it is each one's turn
             self.status.prompt_tokens += len(task.job.ids)
             self.status.cached_prompt_tokens += task.reading.cached
             self._emit(task, Started(task.reading.cached))
@@ -252,25 +252,31 @@ class Engine:
         return any(n > known and 2 * n >= len(other.job.ids) for n, other in common)
 
     def _read(self) -> None:
-        """Read a block of the prompt whose turn it is."""
-        if not self._reading:
-            return
-        task = self._reading.popleft()
-        if not task.reading.advance():
-            self._reading.append(task)
-            return
-        self._running.append(task)
-        self._deliver(task)
-        if task.row.place is not None:  # not ended already
-            self._keep(task)
+        """Read a block of the prompt whose turn it is, or narrow ones of several that are no wider together."""
+        began, left = time.perf_counter(), 1.0
+        while self._reading and self._reading[0].reading.share <= left:
+            task = self._reading.popleft()
+            left -= task.reading.share
+            if not task.reading.advance():
+                self._reading.append(task)
+                continue
+            self._running.append(task)
+            self._deliver(task)
+            if task.row.place is not None:  # not ended already
+                self._keep(task)
+        self._read_seconds = time.perf_counter() - began
 
     def _generate(self) -> None:
         """Generate a few tokens in the rows that run."""
         if not self._running:
             return
-        room = min(task.answer.room for task in self._running)
-        # Where it is known when a row ends, its place is filled again at once.
-        steps = min(self._steps, max(room, 1)) if self._waiting and not self._pool.free else self._steps
+        most, seconds = _MAX_CHUNK, _CHUNK_SECONDS
+        if self._reading:
+            seconds = min(seconds, self._read_seconds)  # the sooner the rows are filled, the more a step gives
+        elif self._waiting and not self._pool.free:
+            # Where it is known when a row ends, its place is filled again at once.
+            most = min(most, *(task.answer.room for task in self._running))
+        steps = max(1, min(most, int(seconds / self._step_seconds)))
         began, before = time.perf_counter(), {task: task.row.taken for task in self._running}
         self._pool.advance(steps)
         seconds = time.perf_counter() - began
@@ -278,8 +284,7 @@ class Engine:
             self._deliver(task)
         taken = max(task.row.taken - n for task, n in before.items())
         if taken:
-            wanted = int(_CHUNK_SECONDS * taken / seconds)
-            self._steps = max(1, min(wanted, 2 * self._steps, _MAX_CHUNK))
+            self._step_seconds = seconds / taken
 
     def _deliver(self, task: Task) -> None:
         """Hand out what is new of an answer."""

@@ -17,13 +17,15 @@ import numpy as np
 from jllama.decode import State
 from jllama.mesh import ROWS
 from jllama.model import Cache, init_cache
-from jllama.pool import Pool, Row, common_prefix
+from jllama.pool import Pool, common_prefix
 from jllama.programs import CUT, PASTE, READ_PROMPT, START
+from jllama.row import Row
 from jllama.runner import Runner, block_width, cache_slots
 from jllama.settings import Settings
 
 _PAGE = 64  # slots
-_WIDTHS = (32, 128)  # tokens of a block: others wait while a wide one is read, the narrow ones read what is left over
+_WIDEST = 128  # tokens of a block: others wait while it is read
+_NARROW = 32  # of those that read what is left over
 _MIN_SLOTS = 512
 _GROWTH = 4  # of rows and of slots: programs take long to compile, and a row or a slot that is not used costs little
 
@@ -164,8 +166,8 @@ class PagedPool(Pool):
     def widths(self, slots: int) -> list[int]:
         """Return the widths of the blocks that a prompt is read in, beside so many slots, the narrowest first."""
         scores = slots * self.runner.params.config.n_heads // self.runner.parts
-        most = min(slots, block_width(1, _WIDTHS[-1], scores))
-        return sorted({min(width, most) for width in _WIDTHS})
+        widest = min(slots, block_width(1, _WIDEST, scores))
+        return sorted({min(_NARROW, widest), widest})
 
     def slots_for(self, tokens: int) -> int:
         """Return the slots of a state whose rows have up to `tokens` tokens."""
@@ -231,7 +233,10 @@ class PagedReading:
         # The last token is read in any case: its logits are wanted.
         self.cached = 0 if known is None else min(common_prefix(known.ids, row.ids), len(row.ids) - 1)
         slots = max(slots, pool.slots_for(len(row.ids) + 1))
-        self._blocks = _blocks(self.cached, len(row.ids), pool.widths(slots), slots)
+        self._blocks, self._widest = (
+            _blocks(self.cached, len(row.ids), pool.widths(slots), slots),
+            pool.widths(slots)[-1],
+        )
         self._known = known
         self._read = self.cached
         self._places = [row, *[None] * (pool.local_rows(1) - 1)]
@@ -245,6 +250,11 @@ class PagedReading:
             done = length >= np.array([r.limit if r else 1 for r in self._places])
             tokens, pos, done = runner.put((tokens, length - 1, done), ROWS)
             self._state = state._replace(cache=cache, tokens=tokens, pos=pos, done=done)
+
+    @property
+    def share(self) -> float:
+        """How wide the next block is, of the widest that there is."""
+        return self._blocks[0][1] / self._widest
 
     def advance(self) -> bool:
         """Read a block; returns whether it was the last, and the row has joined unless it was ended meanwhile."""

@@ -6,9 +6,11 @@ import dataclasses
 from typing import Any
 
 from jllama.errors import shown
+from jllama.grammar import Grammars
 from jllama.server.errors import ApiError, refusal
 from jllama.server.fields import Fields
 from jllama.settings import MOST_LIKELY, Settings
+from jllama.tools import Turn
 
 _SEEDS = 2**64
 _INT32 = 2**31 - 1
@@ -65,24 +67,25 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 # What changes nothing that is answered.
 # fmt: off
 _IGNORED = frozenset({
-    "model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "moderation", "reasoning_effort",
+    "model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "moderation", "reasoning_effort",
     "verbosity", "cache_prompt", "keep_alive", "spaces_between_special_tokens", "priority", "request_id",
 })
 _TAKEN = frozenset({
     "messages", "prompt", "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo",
-    "max_tokens", "max_completion_tokens", "response_format", "tools", "tool_choice", "chat_template_kwargs",
-    "cache_salt",
+    "max_tokens", "max_completion_tokens", "response_format", "tools", "tool_choice", "parallel_tool_calls",
+    "chat_template_kwargs", "cache_salt",
 })
 # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A prompt: its text, "" where there is none, and its ids."""
+    """A prompt: its text, "" where there is none, its ids, and for a chat what turn of it they are."""
 
     text: str
     ids: list[int]
+    turn: Turn | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,19 +183,6 @@ def _refuse(fields: Fields) -> None:
     for name, neutral in _REFUSED.items():
         if (value := fields.values.get(name)) is not None and value not in neutral:
             raise refusal(name, f"{name} is not supported here: leave it out")
-    _refuse_structure(fields)
-
-
-def _refuse_structure(fields: Fields) -> None:
-    """Raise ApiError for a form of the answer that can't be promised."""
-    form = fields.get("response_format", dict)
-    if form is not None and form.get("type") != "text":
-        raise refusal("response_format", "response_format is not supported here: expected type text")
-    if fields.get("tools", list) and fields.values.get("tool_choice") != "none":
-        raise refusal("tools", "tools are not supported here: leave them out, or set tool_choice to none")
-    choice = fields.values.get("tool_choice")
-    if choice is not None and choice not in ("none", "auto"):
-        raise refusal("tool_choice", "tool_choice asks for a tool, and tools are not supported here")
 
 
 def _settings(fields: Fields, defaults: Settings) -> Settings:
@@ -203,7 +193,28 @@ def _settings(fields: Fields, defaults: Settings) -> Settings:
         for name, setting in _SETTINGS.items()
         if name in fields.values
     }
+    if fields.get("response_format", dict):
+        changes["response_format"] = _checked("response_format", "response_format", fields.values["response_format"])
     return dataclasses.replace(defaults, **changes)
+
+
+def _in_turn(given: Given, settings: Settings) -> Settings:
+    """Return the settings for a prompt, whose answer may have to be calls."""
+    try:
+        return settings if given.turn is None else given.turn.settings(settings)
+    except ValueError as e:
+        raise refusal("response_format", str(e)) from e
+
+
+def check_form(grammars: Grammars, asked: Asked) -> None:
+    """Raise ApiError for a form of answers that can't be compiled."""
+    form = asked.settings.form
+    try:
+        if form is not None:
+            grammars.check(form)
+    except ValueError as e:
+        is_call = any(given.turn and given.turn.form for given in asked.prompts)
+        raise refusal("tools" if is_call else "response_format", str(e)) from e
 
 
 def _checked(name: str, setting: str, value: Any) -> Any:

@@ -191,6 +191,7 @@ class Service:
             requests.check_length(given.ids, context, asked.most)
             if asked.echo and logprobs is not None and len(given.ids) > llm.window:
                 raise refusal("echo", f"log-probabilities of a prompt: expected {llm.window} tokens at most")
+        requests.check_form(llm.grammars, asked)
         self._note_unknown(fields)
         salt = hashlib.sha256(f"{key}\0{asked.salt}".encode()).hexdigest() if key or asked.salt else ""
         return dataclasses.replace(asked, salt=salt)

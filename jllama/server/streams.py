@@ -56,7 +56,7 @@ async def events(running: Running, answers: Answers, scores: Sequence[PromptScor
                 if isinstance(event, Piece):
                     chunks += choice.piece(event)
                 elif isinstance(event, Finished):
-                    chunks.append(choice.end(event))
+                    chunks += choice.end(event)
             if chunks:
                 yield b"".join(sse.event(answers.chunk(chunk)) for chunk in chunks)
     except Exception as e:

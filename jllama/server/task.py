@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from jllama.generation import Answer
-from jllama.pool import Row
+from jllama.row import Row
 from jllama.server.jobs import Job, Piece, Timings
 from jllama.server.pages import PagedPool, PagedReading, Pages
 

@@ -167,10 +167,23 @@ class Beside:
         if (file := self.folder / "chat_template.jinja").is_file():
             return read_text(file), str(file)
         origin = f"{self.folder / 'tokenizer_config.json'}: chat_template"
-        found = self.config.get("chat_template")
-        if isinstance(found, list):
-            try:
-                found = {each["name"]: each["template"] for each in found}.get("default")
-            except (KeyError, TypeError) as e:
-                raise TokenizerError(f"{origin}: a list without names and templates") from e
+        found = self._templates(origin).get("default")
         return (found, origin) if isinstance(found, str) else None
+
+    def tool_template(self) -> str | None:
+        """Return the template for conversations with tools, where tokenizer_config.json has one of its own for them.
+
+        Raises:
+          TokenizerError: it can't be read.
+        """
+        if (self.folder / "chat_template.jinja").is_file():
+            return None
+        found = self._templates(f"{self.folder / 'tokenizer_config.json'}: chat_template").get("tool_use")
+        return found if isinstance(found, str) else None
+
+    def _templates(self, origin: str) -> dict[str, Any]:
+        found = self.config.get("chat_template")
+        try:
+            return {each["name"]: each["template"] for each in found} if isinstance(found, list) else {"default": found}
+        except (KeyError, TypeError) as e:
+            raise TokenizerError(f"{origin}: a list without names and templates") from e
