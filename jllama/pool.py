@@ -19,6 +19,7 @@ from jllama.row import Kept, Row, Taken, guides, stop_ids
 from jllama.runner import Runner, block_width, cache_slots, power_of_two
 from jllama.sampling import Sampling
 from jllama.settings import Settings, to_sampling
+from jllama.speculator import Speculator
 
 
 class Pool:
@@ -101,18 +102,27 @@ class Pool:
             done = np.array([row is None or row.done or row.stuck or row.complete for row in self._places])
             # A place that is free costs least at its beginning.
             pos = np.where([row is None for row in self._places], 0, self._pos)
-            self._fetch(self._decode(done, pos.astype(np.int32), sampling, stop, steps))
+            guessing = None if followed else self.runner.speculator  # a grammar allows one token at a time
+            self._fetch(self._decode(done, pos.astype(np.int32), sampling, stop, steps, guessing))
         self.runner.timings.decode_tokens += int(self._pos[live].sum() - before)
 
-    def _decode(self, done: np.ndarray, pos: np.ndarray, sampling: Sampling, stop: Stop, steps: int) -> State:
+    def _decode(
+        self,
+        done: np.ndarray,
+        pos: np.ndarray,
+        sampling: Sampling,
+        stop: Stop,
+        steps: int,
+        guessing: Speculator | None,
+    ) -> State:
         assert self._state is not None
         on_devices = self.runner.put((done, pos), ROWS)
         state = self._state._replace(done=on_devices[0], pos=on_devices[1])
-        if self.runner.speculator is None or guides(self._places):  # a mask is of one token
+        if guessing is None:
             decoded: State = self.runner.call(DECODE, state, sampling, stop, np.int32(steps))
             return decoded
         live = [None if ended else row for row, ended in zip(self._places, done, strict=True)]
-        return self.runner.speculator.decode(self.runner, state, sampling, stop, steps, live, self._tokens, pos)
+        return guessing.decode(self.runner, state, sampling, stop, steps, live, self._tokens, pos)
 
     def take(self, row: Row) -> Taken:
         """Return the ids generated in a row since the last call, and their log-probabilities.

@@ -154,7 +154,9 @@ def batch(
     runner.speculator = choose(speculate, params)
     prompts = [tiny.ids(params.config, n, seed=n).tolist() for n in (1, 5, 12, 7, 3)]
     settings = [Settings(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=5 + i + more) for i in range(5)]
-    if speculate == "off":  # beside a grammar nothing is guessed
+    if more:  # few different tokens, so that they repeat themselves
+        settings = [dataclasses.replace(one, logit_bias={5: 100.0, 6: 100.0, 7: 100.0}) for one in settings]
+    else:  # beside a grammar nothing is guessed
         settings[3] = dataclasses.replace(settings[3], response_format=Format("regex", "[A-M]*"))
     pool = Pool(runner, [2], 5)
     rows = pool.join(list(zip(prompts, settings, strict=True))).finish()

@@ -58,7 +58,7 @@ ROOMS = {
     "grammar": {"response_format", "tokenizer"},
     "runner": {"grammar", "mesh", "model", "processes", "programs", "settings", "speculator"},
     "row": {"decode", "grammar", "runner", "sampling"},
-    "pool": {"decode", "grammar", "mesh", "programs", "row", "runner", "sampling", "settings"},
+    "pool": {"decode", "grammar", "mesh", "programs", "row", "runner", "sampling", "settings", "speculator"},
     "generation": {"pool", "row", "runner", "settings", "text", "tokenizer", "tools"},
     "llm": {"chat", "checkpoint", "config", "generation", "gguf_file", "grammar", "mesh", "model", "pool", "programs"}
     | {"run", "runner", "settings", "speculator", "tokenizer", "tools"},
