@@ -24,6 +24,8 @@ from jllama.rotary import rotary, rotate
 from jllama.run import Run
 from jllama.weights import Linear, Weight, layer_of, linear, take
 
+XLA = Run()
+
 
 class Norm(NamedTuple):
     """The scale of a norm, and the shift of GPT-2's."""
@@ -170,7 +172,7 @@ def forward(params: Params, cache: Cache, tokens: jax.Array, start: jax.Array) -
         x, k, v = (_stack if layer.stacked else _layer)(config, run, layer, k, v, x, where(number))
         keys.append(k)
         values.append(v)
-    return norm(config, params.norm, x), Cache(tuple(keys), tuple(values))
+    return norm(config, params.norm, x, run), Cache(tuple(keys), tuple(values))
 
 
 def _places(config: Config, positions: jax.Array) -> Callable[[int], _Tokens]:
@@ -215,10 +217,10 @@ def _layer(
     def scaled(x: jax.Array) -> jax.Array:
         return x if config.residual_scale == 1 else x * config.residual_scale
 
-    a, k, v = attention(config, run, layer, k, v, norm(config, layer.attention_norm, x), where, number)
-    after = x + scaled(norm(config, layer.attention_post_norm, a))
-    f = feed_forward(config, run, layer, norm(config, layer.ffn_norm, x if config.parallel else after))
-    return after + scaled(norm(config, layer.ffn_post_norm, f)), k, v
+    a, k, v = attention(config, run, layer, k, v, norm(config, layer.attention_norm, x, run), where, number)
+    after = x + scaled(norm(config, layer.attention_post_norm, a, run))
+    f = feed_forward(config, run, layer, norm(config, layer.ffn_norm, x if config.parallel else after, run))
+    return after + scaled(norm(config, layer.ffn_post_norm, f, run)), k, v
 
 
 def head(params: Params, hidden: jax.Array) -> jax.Array:
@@ -256,10 +258,10 @@ def attention(
     n_kv, h = config.n_kv_heads, config.head_dim
     q, k, v = jnp.split(linear(layer.wqkv, x, run, fine=True), (config.q_dim, config.q_dim + config.kv_dim), axis=-1)
     if config.width_norms:
-        q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
+        q, k = norm(config, layer.q_norm, q, run), norm(config, layer.k_norm, k, run)
     q, k, v = q.reshape(b, t, config.n_heads, h), k.reshape(b, t, n_kv, h), v.reshape(b, t, n_kv, h)
     if config.head_norms:
-        q, k = norm(config, layer.q_norm, q), norm(config, layer.k_norm, k)
+        q, k = norm(config, layer.q_norm, q, run), norm(config, layer.k_norm, k, run)
     if where.rotation is not None:
         q, k = rotate(q, where.rotation[:, :, None]), rotate(k, where.rotation[:, :, None])
 
@@ -333,7 +335,7 @@ def feed_forward(config: Config, run: Run, layer: Layer, x: jax.Array) -> jax.Ar
     return linear(layer.w2, hidden if up is None else hidden * up, run, fine=True, divided=True)
 
 
-def norm(config: Config, scale: Norm | None, x: jax.Array) -> jax.Array:
+def norm(config: Config, scale: Norm | None, x: jax.Array, run: Run = XLA) -> jax.Array:
     """Bring the last axis of `x [..., D]` to a root mean square (or a standard deviation) of 1, then scale it.
 
     Without a scale there is no norm.
@@ -343,7 +345,16 @@ def norm(config: Config, scale: Norm | None, x: jax.Array) -> jax.Array:
     if scale is None:
         return x
     if config.norm == "layer":
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-    x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
+        x = x - _mean(run, x)
+    x = x * lax.rsqrt(_mean(run, x * x) + config.norm_eps)
     x = x * scale.weight.reshape((1,) * (x.ndim - 1) + (-1,))
     return x if scale.bias is None else x + scale.bias.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def _mean(run: Run, x: jax.Array) -> jax.Array:
+    """Give the mean of the last axis of `x [..., D]`, `[..., 1]`."""
+    if not (run.kernels and kernels.has("float32")):
+        return jnp.mean(x, axis=-1, keepdims=True)
+    # XLA adds in an order that depends on how many rows there are; a product with one output doesn't.
+    d = x.shape[-1]
+    return kernels.dot(jnp.full((1, d), 1 / d, jnp.float32), x.reshape(-1, d)).reshape(*x.shape[:-1], 1)
