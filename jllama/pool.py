@@ -14,7 +14,7 @@ import numpy as np
 from jllama.decode import State, Stop
 from jllama.grammar import GrammarError
 from jllama.mesh import ROWS
-from jllama.programs import DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START, STOP
+from jllama.programs import CLEAR, DECODE, PLACE, READ_PROMPT, REGROUP, SAMPLING, START, STOP
 from jllama.row import Kept, Row, Taken, guides, stop_ids
 from jllama.runner import Runner, block_width, cache_slots, power_of_two
 from jllama.sampling import Sampling
@@ -140,6 +140,7 @@ class Pool:
         if np.isneginf(logprobs).any():
             raise ValueError(f"no token can follow at position {new.stop - 1}: min_new_tokens or a grammar leaves none")
         if not np.isfinite(logprobs).all():
+            row.is_finite = False
             raise FloatingPointError(f"non-finite logits at position {new.stop - 2}: the weights hold NaN or infinity")
         row.taken = new.stop
         return Taken(self._tokens[row.place, new].tolist(), logprobs.tolist(), self._take_likely(row, new))
@@ -160,12 +161,22 @@ class Pool:
             self._reading.remove(row)
         if row.place is not None:
             self._places[row.place] = None
+            if not row.is_finite:
+                self._clear(row)
             row.place = None
 
+    def _clear(self, row: Row) -> None:
+        """Let nothing of a row's cache reach the next one in its place."""
+        assert row.place is not None
+        places = np.full(self.runner.shards, self._local, np.int32)
+        places[row.shard] = row.place % self._local
+        self._state = self.runner.call(CLEAR, self._state, self.runner.put(places, ROWS))
+
     def leave(self, row: Row) -> Kept | None:
-        """End a row and return what can be used again; None before it has joined, or where a step was broken off."""
+        """End a row and return what can be used again; None if it hasn't joined, isn't finite, or broke off."""
         place, state = row.place, self._state
-        if place is None or state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        broken = state is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        if place is None or state is None or broken or not row.is_finite:
             self.end(row)
             return None
         if len(self.rows) == 1 and self._local == 1:

@@ -74,6 +74,7 @@ SCORE = Program(decode.score, ("model", "rows"), "rows")
 PLACE = Program(rows.place, ("state", "state", "rows"), "state", donate=(0,))
 CUT = Program(rows.cut, ("state", "whole", "whole"), "cache", static="slots")
 PASTE = Program(rows.paste, ("cache", "cache", "whole", "whole"), "cache", donate=(0,))
+CLEAR = Program(rows.clear, ("state", "rows"), "state", donate=(0,))
 REGROUP = Program(rows.regroup, ("state", "rows"), "state", static="slots")
 
 

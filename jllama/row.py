@@ -37,6 +37,7 @@ class Row:
       stop_ids: the tokens that end it.
       done: whether no more will be generated.
       place: its row in the state, None before its prompt is read and after it has left.
+      is_finite: whether what it has cached is.
       guide: what its text must be like, None for anything; it follows the row's tokens.
     """
 
@@ -48,6 +49,7 @@ class Row:
     stop_ids: tuple[int, ...]
     done: bool = False
     place: int | None = None
+    is_finite: bool = True
     guide: Guide | None = None
 
     @property

@@ -1,6 +1,7 @@
 """Rows of a running `State`: put some in, choose which stay, change how many slots they have. Pure functions.
 
-A row needs no cleaning before it is used again: its slot s is valid if and only if s <= pos. The leaves of a cache end
+A row needs no cleaning before it is used again, unless what it holds isn't finite: its slot s is valid if and only if
+s <= pos, but XLA's attention multiplies the others by 0. The leaves of a cache end
 in the axes `[B*K, S, H]`, whatever stands before them.
 """
 
@@ -32,6 +33,13 @@ def place(state: State, new: State, rows: jax.Array) -> State:
         done=state.done.at[rows].set(new.done, mode="drop"),
         likely=jax.tree.map(lambda x, y: x.at[rows, :slots].set(y, mode="drop"), state.likely, new.likely),
     )
+
+
+def clear(state: State, rows: jax.Array) -> State:
+    """Fill the caches of rows with zeros; `rows` is int32 `[b]`, of which B and more are none."""
+    heads = _heads(state, rows)
+    cache = jax.tree.map(lambda leaf: leaf.at[..., heads, :, :].set(0, mode="drop"), state.cache)
+    return state._replace(cache=cache)
 
 
 def regroup(state: State, rows: jax.Array, slots: int) -> State:

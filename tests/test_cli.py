@@ -139,7 +139,7 @@ def test_perplexity(run: Run, shared: Path, tmp_path: Path) -> None:
     assert "expected --prompt_file" in error(run(*flags[:2]))
 
 
-def test_perplexity_never_holds_two_models(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_perplexity_never_holds_two_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     load, weights, held = perplexity.load, perplexity.weights, []
 
     def loaded():
@@ -154,7 +154,7 @@ def test_perplexity_never_holds_two_models(run: Run, model: Path, monkeypatch: p
 
     monkeypatch.setattr(perplexity, "load", loaded)
     monkeypatch.setattr(perplexity, "weights", compared)
-    code, out, _ = run(f"--checkpoint={model}", "--mode=perplexity", "--dtype=int8", "--prompt=one two")
+    code, out, _ = run("--mode=perplexity", "--dtype=int8", "--prompt=one two")
     assert code == 0
     assert "greedy agreement" in out
     assert held[1] is None

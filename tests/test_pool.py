@@ -8,12 +8,14 @@ import oracle
 import pytest
 import tiny
 from hypothesis import HealthCheck, given, settings, strategies
+from test_decode import oracle_greedy
 
 from jllama import runner
 from jllama.config import Config
 from jllama.pool import Pool
 from jllama.row import Kept, Row
 from jllama.runner import Runner, block_width, cache_slots
+from jllama.server.pages import PagedPool
 from jllama.settings import Settings
 
 CONFIG = Config(16, 24, 1, 4, 2, 97, 64)
@@ -156,3 +158,35 @@ def test_the_sizes_of_caches_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     # The scores of a block in one layer take 256 MB at most, but for the smallest block.
     assert [block_width(1, 10**6, slots * 32) for slots in (1024, 4096, 32768, 131072)] == [512, 512, 64, 16]
     assert [block_width(rows, 100, 256) for rows in (1, 8, 32, 64, 512)] == [128, 128, 128, 64, 16]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_what_is_not_finite_reaches_no_later_row_in_its_place(paged: bool) -> None:
+    config = Config(16, 24, 1, 4, 2, 97, 512)
+    weights = oracle.random_weights(config, tied=False)
+    weights["tok_embeddings.weight"][96] = np.nan
+    runner = Runner(tiny.params(weights, config))  # XLA's attention multiplies what it doesn't see by 0
+    pool = PagedPool(runner, [], 4) if paged else Pool(runner, [], 4)
+
+    def read(ids: list[int], new: int) -> Row:
+        asked = Settings(temperature=0.0, max_new_tokens=new)
+        if isinstance(pool, PagedPool):
+            reading = pool.begin(ids, asked)
+            reading.finish()
+            return reading.row
+        return pool.join([(ids, asked)]).finish()[0]
+
+    def generate() -> list[int]:
+        row = read([4, 5, 6], 5)
+        pool.advance(10)
+        found = pool.take(row).ids
+        pool.end(row)
+        return found
+
+    read([3 + i for i in range(90)], 300)
+    alone = generate()
+    spoiled = read([3 + i for i in range(90)] + [96], 5)
+    with pytest.raises(FloatingPointError):
+        pool.take(spoiled)
+    assert pool.leave(spoiled) is None
+    assert generate() == alone == oracle_greedy(weights, config, np.array([4, 5, 6]), 5)

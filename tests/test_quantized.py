@@ -109,7 +109,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Made], str]] = {
         "bfloat16",
     ),
     "int8 by rows": (compressed("int-quantized", 8), lambda n, m: int8(n, m, ml_dtypes.bfloat16), "q8_0"),
-    "int8, wide scales": (compressed("int-quantized", 8), lambda n, m: int8(n, m, np.float32), "q8_0"),
+    "int8, wide scales": (compressed("int-quantized", 8), lambda n, m: int8(n, m, np.float32), "int8"),
     "packed 4": (compressed("pack-quantized", 4), lambda n, m: in_words(n, m, 4), "q4_0"),
     "packed 8": (compressed("pack-quantized", 8), lambda n, m: in_words(n, m, 8), "q8_0"),
     "gptq": ({"quant_method": "gptq", "bits": 4}, gptq, "q4_0"),
@@ -119,9 +119,9 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Made], str]] = {
         lambda n, m: gptq(n, m, offset=0),
         "q4_0",
     ),
-    "gptq, zeros": ({"quant_method": "gptq", "bits": 4}, lambda n, m: gptq(n, m, zero=None), "q8_0"),
-    "gptq, shuffled": ({"quant_method": "gptq", "bits": 4}, lambda n, m: gptq(n, m, shuffled=True), "q8_0"),
-    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq, "q8_0"),
+    "gptq, zeros": ({"quant_method": "gptq", "bits": 4}, lambda n, m: gptq(n, m, zero=None), "int8"),
+    "gptq, shuffled": ({"quant_method": "gptq", "bits": 4}, lambda n, m: gptq(n, m, shuffled=True), "int8"),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq, "int8"),
     "awq, even": ({"quant_method": "awq", "bits": 4}, lambda n, m: awq(n, m, zero=8), "q4_0"),
 }
 EXACT = [name for name, (_, _, form) in KINDS.items() if form == "q4_0"] + ["int8 by rows", "packed 8", "gptq 8"]

@@ -154,7 +154,8 @@ def test_logits_on_a_mesh_are_those_of_one_device(found: dict[str, Any], case: s
     result = found["cases"][case][mesh]
     assert result["same ids"]
     assert len(result["errors"]) == meshes.ROWS
-    assert max(result["errors"]) < 1e-4
+    # In int8 a sum in another order may round an input of the next product to the number beside.
+    assert max(result["errors"]) < (0.1 if case.endswith("int8") else 1e-4)
     if case.endswith("float32"):
         assert result["oracle"] < 1e-4
     if "model" not in mesh:
@@ -198,11 +199,12 @@ def test_each_device_keeps_its_rows_and_heads_in_place(found: dict[str, Any]) ->
 
 @pytest.mark.slow
 def test_each_device_holds_its_part_of_each_weight(found: dict[str, Any]) -> None:
-    assert len(found["shards"]) == 23
+    assert len(found["shards"]) == 10 * 3 + 5  # values, d and m of each matrix, and norms
     for name, (parts, devices) in found["shards"].items():
         assert devices == 8
-        whole = "norm" in name or (re.search(r"\.(wo|w2)\.", name) and name.endswith(".scale"))
-        assert parts == (1 if whole else pytest.approx(97 / 25, abs=0.01) if "embedding" in name else 4), name
+        # 97 rows in 4 parts of 25; and of 4 query, 2 key and 2 value heads a device has one each.
+        divided = {"embedding": 97 / 25, "output": 97 / 25, "wqkv": 8 / 3, "norm": 1}
+        assert parts == pytest.approx(next((n for part, n in divided.items() if part in name), 4), abs=0.01), name
 
 
 # --- several processes

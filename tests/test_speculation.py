@@ -28,7 +28,7 @@ from jllama.speculation import Tally, lookup
 from jllama.speculator import Speculate, Speculator
 
 CONFIG = Config(64, 96, 2, 4, 2, 61, 96)
-FORMS = ("float32", "q4_1", *(pytest.param(form, marks=pytest.mark.slow) for form in ("bfloat16", "q8_0")))
+FORMS = ("float32", "int4", *(pytest.param(form, marks=pytest.mark.slow) for form in ("bfloat16", "int8")))
 ROWS, WIDTH, SLOTS = 4, 16, 96
 NONE, FAR = jnp.array([-1]), jnp.array([99])
 native = pytest.mark.skipif(

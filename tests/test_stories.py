@@ -145,7 +145,7 @@ def test_the_script_that_makes_it_runs(tmp_path: Path) -> None:
     assert steps.tolist() == sorted(set(steps.tolist()))
     assert training[-1] < training[0]
     assert held_out[-1] < held_out[0]
-    for name, dtype in (("int8", "int8"), ("float32", "float32")):
+    for name, dtype in (("int8", "q80"), ("float32", "float32")):
         llm = LLM.load(tmp_path / name / "model.bin")
         assert llm.dtype == dtype
         assert len(llm.generate([""], max_new_tokens=5, temperature=0.0)[0].tokens) == 5

@@ -142,7 +142,7 @@ def _matrix(how: Quantization, given: Mapping[str, Tensor]) -> Source:
     if weight.dtype == "I8":
         zeros = np.zeros((weight.shape[0], 1), np.int32)
         scales = scale if scale.ndim == 2 else np.broadcast_to(scale.reshape(-1, 1), zeros.shape)
-        return _integers("int8", 8, weight.shape, _rows(weight), zeros, scales, None)
+        return _integers("channels", 8, weight.shape, _rows(weight), zeros, scales, None)
     return _floats(weight, scale, how.block)
 
 
@@ -258,7 +258,7 @@ def _integers(
     middle = int(zeros.flat[0])
     with np.errstate(over="ignore"):
         is_exact = np.array_equal(scales.astype(np.float16).astype(np.float32), scales) and bool((scales >= 0).all())
-    is_even = (zeros == middle).all() and middle in (0 if method == "int8" else 1 << bits - 1,)
+    is_even = (zeros == middle).all() and middle == (0 if method == "channels" else 1 << bits - 1)
     is_whole = columns // count % 32 == 0 and np.array_equal(group, plain)
     kind = ("q4_0" if bits == 4 else "q8_0") if is_exact and is_even and is_whole else method
     return Source(shape, read, stored=Stored(kind, blocks))

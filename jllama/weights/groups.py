@@ -58,6 +58,7 @@ KINDS = {
     "int8": Kind(8, 0, has_m=True),
     "int4": Kind(4, 0, zero=8),  # q4_0 by the layout
 }
+_AT_ONCE = 1 << 15  # elements that are rounded at a time: temporaries stay small
 _STEPS = (-8.5, -8.25, -8.0, -7.75, -7.5)  # what the largest element of a group may become in int4
 
 
@@ -273,6 +274,13 @@ def encode(x: Array, dtype: str) -> Groups:
     """
     if dtype not in ("q80", "int8", "int4") or x.shape[-1] % 32:
         raise ValueError(f"{dtype}, rows of {x.shape[-1]}: expected q80, int8 or int4, and a multiple of 32")
+    rows = max(_AT_ONCE // x.shape[-1], 1)
+    parts = [_encode(x[i : i + rows], dtype).parts for i in range(0, max(len(x), 1), rows)]
+    joined = (None if part[0] is None else np.concatenate(part) for part in zip(*parts, strict=True))
+    return Groups.of(dtype, joined)
+
+
+def _encode(x: Array, dtype: str) -> Groups:
     groups = x.astype(np.float32, copy=False).reshape(len(x), -1, 32)
     most, least, m = groups.max(axis=-1), groups.min(axis=-1), None
     with np.errstate(invalid="ignore", over="ignore"):
