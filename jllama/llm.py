@@ -79,7 +79,7 @@ def _load_draft(path: str | Path, tokenizer: Tokenizer, run: Run) -> Params:
 
 
 class LLM:
-    """A model, its tokenizer, and the programs compiled for them so far."""
+    """A model, its tokenizer, and the programs compiled for them so far; for one thread at a time."""
 
     def __init__(
         self,

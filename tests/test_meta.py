@@ -497,6 +497,19 @@ def test_an_encrypted_archive(tmp_path: Path) -> None:
     assert "encrypted" in message(path)
 
 
+def moved(data: bytes, offset: int) -> bytes:
+    """A zip archive whose first member begins at an offset of 64 bits, in an extra field (PKWARE APPNOTE, 4.5.3)."""
+    end = data.rindex(b"PK\5\6")
+    size, first = struct.unpack_from("<II", data, end + 12)
+    directory, ending = bytearray(data[first : first + size]), bytearray(data[end:])
+    names, extras = struct.unpack_from("<HH", directory, 28)
+    directory[46 + names : 46 + names + extras] = extra = struct.pack("<HHQ", 1, 8, offset)
+    struct.pack_into("<H", directory, 30, len(extra))
+    struct.pack_into("<I", directory, 42, 0xFFFFFFFF)
+    struct.pack_into("<I", ending, 12, len(directory))
+    return data[:first] + bytes(directory) + bytes(ending)
+
+
 def test_archives_that_are_none(tmp_path: Path) -> None:
     weights = random_weights()
     path = write(tmp_path / "model", weights)
@@ -504,6 +517,9 @@ def test_archives_that_are_none(tmp_path: Path) -> None:
     data = file.read_bytes()
     for length in [4, 5, 100, *range(200, len(data), 4999), *range(len(data) - 60, len(data))]:
         file.write_bytes(data[:length])
+        assert "damaged or incomplete zip archive" in message(path)
+    for offset in (2**62, 2**63, 2**64 - 1):
+        file.write_bytes(moved(data, offset))
         assert "damaged or incomplete zip archive" in message(path)
     torch_save(file, {name: whole(a) for name, a in weights.items()}, how=zipfile.ZIP_DEFLATED)
     assert "compressed" in message(path)

@@ -52,6 +52,19 @@ def test_without_a_home_there_is_no_cache(monkeypatch: pytest.MonkeyPatch, run: 
     assert run("--help")[0] == 0
 
 
+def test_the_command_line_starts_for_a_user_who_has_no_entry_anywhere() -> None:
+    code = (
+        "import pwd, sys\n"
+        "def unknown(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = unknown\n"
+        "from jllama.cli import main\n"
+        "sys.exit(main(['jllama', '--help']))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("name", ["JAX_PLATFORMS", "JAX_PLATFORM_NAME"])
 def test_a_device_that_is_not_here(model: Path, name: str) -> None:
     done = program("run", str(model), **{"JAX_PLATFORMS": None} | {name: "cuda"})
