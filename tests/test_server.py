@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import shutil
 import subprocess
 from collections.abc import Iterator
 
@@ -122,6 +123,7 @@ def test_the_model_is_listed(client: openai.OpenAI, server: Served) -> None:
     assert server.client.get("/v1/models/tiny").json()["meta"]["n_ctx_train"] == 256
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here: it is not tried on the server")
 def test_curl(server: Served) -> None:
     command = ["curl", "-sSN", "-m", "60", f"{server.url}/v1/completions", "-H", "Content-Type: application/json"]
     done = subprocess.run([*command, "-d", json.dumps(ANSWER | {"stream": True})], capture_output=True, timeout=60)
