@@ -110,8 +110,10 @@ def test_a_full_queue_says_so_at_once(slow: Served) -> None:
     assert all(int(retry) >= 1 for _, _, retry in refused)
     assert max(seconds for _, seconds, _ in refused) < 1.0  # of 40 clients on threads; the server itself takes less
     until(lambda: idle(slow))
-    waiting = [opened(slow, LONG, 0) for _ in range(6)]
-    until(lambda: slow.service.engine.status.waiting == 4)
+    status, waiting = slow.service.engine.status, []
+    for i in range(6):
+        waiting.append(opened(slow, LONG, 0))
+        until(lambda i=i: status.running + status.waiting == i + 1)
     client = openai.OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model="x", prompt="a", max_tokens=1)
