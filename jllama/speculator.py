@@ -306,7 +306,7 @@ def choose(method: Speculate, params: Params, draft: Params | None = None) -> Sp
     if method not in get_args(Speculate):
         raise ValueError(f"speculate = {quoted(method)}: expected auto, off, lookup or draft")
     if method == "draft" and draft is None:
-        raise ValueError("speculate = draft: expected a draft model too")
+        raise ValueError("speculate = draft: expected a draft model too (draft=, --draft)")
     if method in ("off", "lookup") and draft is not None:
         raise ValueError(f"speculate = {method}: expected no draft model, or speculate = draft or auto")
     if draft is not None and mesh_of(params) is not None:

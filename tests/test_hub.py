@@ -99,6 +99,7 @@ def test_other_paths_stay(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("/nope", ""),
         ("nope.gguf", ""),
+        ("smolm2", r"; did you mean smollm2\?"),
         ("./owner/name", "; on the Hugging Face Hub it would be hf://owner/name"),
         ("owner/name", "; on the Hugging Face Hub it would be hf://owner/name"),
         ("https://host/a.bin", "; addresses are hf://owner/name, anything else has to be downloaded first"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import re
@@ -78,6 +79,8 @@ def _existing(path: Path) -> Path:
     if os.path.lexists(path):
         return path
     hint = ""
+    if close := difflib.get_close_matches(str(path), [*NAMES, *ADDRESSES], 1):
+        hint = f"; did you mean {close[0]}?"
     if str(path).startswith(("http:/", "https:/")):
         hint = "; addresses are hf://owner/name, anything else has to be downloaded first"
     elif not path.is_absolute() and len(path.parts) == 2 and not str(path).startswith("."):
