@@ -27,7 +27,7 @@ SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_programs() -> Iterator[None]:
+def few_mappings() -> Iterator[None]:
     """Let go of compiled programs before there are too many: a process may have 65,530 mappings of memory."""
     yield
     maps = Path("/proc/self/maps")
