@@ -55,7 +55,7 @@ def remove(address: str) -> int:
     if not revisions:
         there = listed([shown(each.address) for each in repositories()]) or "none"
         raise CheckpointError(f"{address}: not in the cache; there are: {there}")
-    strategy = hub.library(address).scan_cache_dir().delete_revisions(*revisions)
+    strategy = _cache(hub.library(address)).delete_revisions(*revisions)
     strategy.execute()
     freed: int = strategy.expected_freed_size
     return freed
@@ -90,6 +90,12 @@ def _parts_of(name: str) -> str:
 def _scan() -> Any:
     library = hub.library("the models in the cache")
     try:
-        return library.scan_cache_dir().repos
+        return _cache(library).repos
     except library.CacheNotFound:
         return []
+
+
+def _cache(library: Any) -> Any:
+    from huggingface_hub import constants  # where it is may have been said since the library was imported
+
+    return library.scan_cache_dir(constants.HF_HUB_CACHE)
