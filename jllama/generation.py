@@ -55,9 +55,7 @@ class Prompt:
         """
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= _MOST_ANSWERS:
             raise ValueError(f"n = {quoted(n)}: expected an integer from 1 to {_MOST_ANSWERS}")
-        seed = self.settings.seed
-        seeds = [None if seed is None else (seed + i) % 2**64 for i in range(n)]
-        return [dataclasses.replace(self, settings=self.settings.override({"seed": seed})) for seed in seeds]
+        return [dataclasses.replace(self, settings=self.settings.of_answer(j)) for j in range(n)]
 
 
 @dataclasses.dataclass(frozen=True)

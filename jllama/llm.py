@@ -350,8 +350,7 @@ class LLM:
 
     def _checked(self, ids: list[int], settings: Settings) -> list[int]:
         """Return the ids of a prompt that can be continued in this way."""
-        self.runner.check(ids)
-        self.runner.check_ids([*settings.logit_bias, *settings.stop_token_ids])
+        self.runner.check(ids, settings)
         if (form := settings.form) is not None:
             self.grammars.check(form)
         return ids

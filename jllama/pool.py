@@ -66,8 +66,7 @@ class Pool:
         """Make rows of prompts, which are about to be read, on the least used shard or on `shard`. Raises as `join`."""
         assert 0 < len(prompts) <= self.free
         for ids, settings in prompts:
-            self.runner.check(ids)
-            self.runner.check_ids([*settings.logit_bias, *settings.stop_token_ids])
+            self.runner.check(ids, settings)
         context = self.runner.params.config.max_seq_len
         followers = [self.runner.guide(ids, settings) for ids, settings in prompts]
         sampling = self.runner.agree(

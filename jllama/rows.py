@@ -1,8 +1,8 @@
 """Rows of a running `State`: put some in, choose which stay, change how many slots they have. Pure functions.
 
 A row needs no cleaning before it is used again, unless what it holds isn't finite: its slot s is valid if and only if
-s <= pos, but XLA's attention multiplies the others by 0. The leaves of a cache end
-in the axes `[B*K, S, H]`, whatever stands before them.
+s <= pos, but XLA's attention multiplies the others by 0. The leaves of a cache end in the axes `[B*K, S, H]`, whatever
+stands before them.
 """
 
 from __future__ import annotations

@@ -71,14 +71,14 @@ class Runner:
         self.speculator: Speculator | None = None
         self._programs = Programs(params, compile_cache)
 
-    def check(self, ids: Sequence[int]) -> None:
-        """Raise ValueError for a prompt that the model can't read: no tokens, too many, or not of its vocabulary."""
+    def check(self, ids: Sequence[int], settings: Settings) -> None:
+        """Raise ValueError for a prompt that the model can't read, or ids in its settings that it hasn't."""
         config = self.params.config
         if not 1 <= len(ids) <= config.max_seq_len:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens: expected 1 to {config.max_seq_len}, the model's context"
             )
-        self.check_ids(ids)
+        self.check_ids([*ids, *settings.logit_bias, *settings.stop_token_ids])
 
     def check_ids(self, ids: Iterable[int]) -> None:
         """Raise ValueError for token ids that the model hasn't."""

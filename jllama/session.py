@@ -57,7 +57,7 @@ class Session:
         context = self.llm.params.config.max_seq_len
         room = min(self.settings.max_new_tokens, context // 2)  # for the answer
         ids, conversation, self.dropped = self.conversation.ask(question, context - room)
-        self.llm.runner.check(ids)
+        self.llm.runner.check(ids, self.settings)
         answer = Answer(self.llm.tokenizer, Prompt(question, self.settings), ids)
         pool = Pool(self.llm.runner, self.llm.tokenizer.stop_ids, 1)
         kept, self._kept = self._kept, None

@@ -196,6 +196,10 @@ class Settings:
         """Return the tokens that end the text, where those of the model are `of_model`."""
         return (*self.stop_token_ids, *(() if self.ignore_eos else of_model))
 
+    def of_answer(self, j: int) -> Settings:
+        """Return the settings of answer `j` to a prompt: its seed is `seed + j`; None stays None."""
+        return self if self.seed is None else dataclasses.replace(self, seed=(self.seed + j) % 2**64)
+
     def override(self, fields: dict[str, Any]) -> Settings:
         """Return these settings with some fields replaced.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import oracle
 import tiny
 from trained import write_tokenizer
@@ -144,3 +145,8 @@ def error(answer: httpx.Response, status: int, param: str | None = None) -> dict
     assert isinstance(found["message"], str)
     assert found["message"]
     return found
+
+
+def strict_client(server: Served) -> openai.OpenAI:
+    """OpenAI's client, which takes nothing but what its models describe, and asks once."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True)

@@ -12,7 +12,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import JSON, Served, error, events, model, served, until
+from servers import JSON, Served, error, events, model, served, strict_client, until
 
 from jllama.llm import LLM
 
@@ -33,10 +33,8 @@ def server(llm: LLM) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
-    ) as c:
-        yield c
+    with strict_client(server) as found:
+        yield found
 
 
 def test_a_completion_is_what_generate_gives(client: openai.OpenAI, llm: LLM) -> None:

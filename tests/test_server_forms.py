@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 import tiny
-from servers import Served, error, served
+from servers import Served, error, served, strict_client
 
 from jllama import LLM
 from jllama.chat import Template
@@ -64,9 +64,7 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
-    ) as found:
+    with strict_client(server) as found:
         yield found
 
 

@@ -39,9 +39,7 @@ def repositories() -> list[Repository]:
     Raises:
       CheckpointError: the huggingface_hub library is missing.
     """
-    names = {hub.repository(address): name for name, address in ADDRESSES.items()}
-    found = (each for each in _scan() if each.repo_type == "model")
-    return sorted(Repository(names.get(r.repo_id, f"hf://{r.repo_id}"), r.size_on_disk, r.repo_path) for r in found)
+    return _listed(_models(_cache()))
 
 
 def remove(address: str) -> int:
@@ -51,11 +49,12 @@ def remove(address: str) -> int:
       CheckpointError: it isn't there, the address is wrong, or the library is missing.
     """
     name = hub.repository(ADDRESSES.get(address, address))
-    revisions = [v.commit_hash for r in _scan() if r.repo_type == "model" and r.repo_id == name for v in r.revisions]
+    cache = _cache()
+    revisions = [v.commit_hash for r in _models(cache) if r.repo_id == name for v in r.revisions]
     if not revisions:
-        there = listed([shown(each.address) for each in repositories()]) or "none"
+        there = listed([shown(each.address) for each in _listed(_models(cache))]) or "none"
         raise CheckpointError(f"{address}: not in the cache; there are: {there}")
-    strategy = _cache(hub.library(address)).delete_revisions(*revisions)
+    strategy = cache.delete_revisions(*revisions)
     strategy.execute()
     freed: int = strategy.expected_freed_size
     return freed
@@ -87,15 +86,21 @@ def _parts_of(name: str) -> str:
     return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-*-of-\1", re.sub(r"([*?[])", r"[\1]", name))
 
 
-def _scan() -> Any:
+def _cache() -> Any:
+    """Look at the cache; None where there is none."""
     library = hub.library("the models in the cache")
-    try:
-        return _cache(library).repos
-    except library.CacheNotFound:
-        return []
-
-
-def _cache(library: Any) -> Any:
     from huggingface_hub import constants  # where it is may have been said since the library was imported
 
-    return library.scan_cache_dir(constants.HF_HUB_CACHE)
+    try:
+        return library.scan_cache_dir(constants.HF_HUB_CACHE)
+    except library.CacheNotFound:
+        return None
+
+
+def _models(cache: Any) -> list[Any]:
+    return [each for each in cache.repos if each.repo_type == "model"] if cache else []
+
+
+def _listed(models: list[Any]) -> list[Repository]:
+    names = {hub.repository(address): name for name, address in ADDRESSES.items()}
+    return sorted(Repository(names.get(r.repo_id, f"hf://{r.repo_id}"), r.size_on_disk, r.repo_path) for r in models)

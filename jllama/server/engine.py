@@ -229,7 +229,7 @@ class Engine(Intake):
             self._emit(task, piece)
         completion = task.answer.completion()
         timings = task.timings()
-        self._seconds += 0.1 * (timings.request - timings.queue - self._seconds)
+        self.job_seconds += 0.1 * (timings.request - timings.queue - self.job_seconds)
         self._leave(task, completion.finish_reason, Finished(completion, task.reading.cached, timings))
 
     def _fail(self, task: Task, error: Exception) -> None:

@@ -18,6 +18,7 @@ class Intake:
 
     Attributes:
       status: how it is, and what it has done.
+      job_seconds: what a job takes, on the average of the last ones.
     """
 
     def __init__(self, llm: LLM, budget: Budget, rows: int, queue: int) -> None:
@@ -34,7 +35,7 @@ class Intake:
         self._closing = False
         self._fault: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._seconds = 1.0  # what a job takes, on the average of the last ones
+        self.job_seconds = 1.0
 
     def submit(self, job: Job) -> None:
         """Take a job; its events come on the engine's thread, the last of them `Finished` or `Failed`.
@@ -45,7 +46,7 @@ class Intake:
           Draining: the engine isn't ready, or about to end.
           Dead: it has ended.
         """
-        self._check(job)
+        self._llm.runner.check(job.ids, job.settings)
         task = Task(
             job, Answer(self._llm.tokenizer, Prompt(job.prompt, job.settings), job.ids), self._budget.slots(job)
         )
@@ -62,16 +63,11 @@ class Intake:
             if job in self._tasks:
                 raise ValueError("the job was submitted before")
             if len(self._tasks) >= self._most:
-                raise Full(max(1.0, self._seconds * len(self._waiting) / self._rows))
+                raise Full(max(1.0, self.job_seconds * len(self._waiting) / self._rows))
             self._tasks[job] = task
             self._waiting.append(task)
             self.status.waiting += 1
             self._changed.notify_all()
-
-    def _check(self, job: Job) -> None:
-        runner, settings = self._llm.runner, job.settings
-        runner.check(job.ids)
-        runner.check_ids([*settings.logit_bias, *settings.stop_token_ids])
 
     def cancel(self, job: Job) -> None:
         """End a job, which may have ended or never begun; at most one more event comes."""

@@ -133,7 +133,7 @@ class PagedPool(Pool):
         self._reading.remove(row)
         self._places[place], self._arguments = row, None
         here, new = self._small(self._state), self._small(state)
-        new = jax.tree.map(lambda leaf: _fit(leaf[:1], wanted[1]), new)
+        new = jax.tree.map(lambda leaf: _fit(leaf, wanted[1]), new)
         self._take_over(cache, jax.tree.map(lambda old, leaf: _insert(old, leaf, place), here, new))
 
     def warm_up(self, settings: Settings, allowed: int) -> None:
@@ -233,22 +233,18 @@ class PagedReading:
         # The last token is read in any case: its logits are wanted.
         self.cached = 0 if known is None else min(common_prefix(known.ids, row.ids), len(row.ids) - 1)
         slots = max(slots, pool.slots_for(len(row.ids) + 1))
-        self._blocks, self._widest = (
-            _blocks(self.cached, len(row.ids), pool.widths(slots), slots),
-            pool.widths(slots)[-1],
-        )
+        widths = pool.widths(slots)
+        self._blocks, self._widest = _blocks(self.cached, len(row.ids), widths, slots), widths[-1]
         self._known = known
         self._read = self.cached
-        self._places = [row, *[None] * (pool.local_rows(1) - 1)]
         with runner.timed("prompt"):
-            self._sampling, self._stop = pool._put_arguments(self._places)
-            state = pool.empty(len(self._places), slots, self._stop)
-            tokens = np.zeros((len(self._places), slots), np.int32)
+            self._sampling, self._stop = pool._put_arguments([row])
+            state = pool.empty(1, slots, self._stop)
+            tokens = np.zeros((1, slots), np.int32)
             tokens[0, : len(row.ids)] = row.ids
-            length = np.array([len(r.ids) if r else 1 for r in self._places], np.int32)
+            length = np.array([len(row.ids)], np.int32)
             cache = state.cache if known is None else pool.paste(state.cache, 0, pool.prefix(known, self.cached))
-            done = length >= np.array([r.limit if r else 1 for r in self._places])
-            tokens, pos, done = runner.put((tokens, length - 1, done), ROWS)
+            tokens, pos, done = runner.put((tokens, length - 1, length >= row.limit), ROWS)
             self._state = state._replace(cache=cache, tokens=tokens, pos=pos, done=done)
 
     @property
@@ -268,7 +264,7 @@ class PagedReading:
             if self._blocks:
                 jax.block_until_ready(self._state.pos)  # type: ignore[no-untyped-call]
                 return False
-            self._pool.admit(self._places, self._state)
+            self._pool.admit([self.row], self._state)
         runner.timings.prompt_tokens += len(self.row.ids) - self.cached
         return True
 

@@ -12,7 +12,6 @@ from jllama.server.fields import Fields
 from jllama.settings import MOST_LIKELY, Settings
 from jllama.tools import Turn
 
-_SEEDS = 2**64
 _INT32 = 2**31 - 1
 
 # Names of a request -> fields of `Settings` that they set.
@@ -114,11 +113,6 @@ class Asked:
     logprobs: int | None
     echo: bool
     salt: str
-
-    def seeded(self, j: int) -> Settings:
-        """Return the settings of answer `j` to a prompt: each has a seed of its own."""
-        seed = self.settings.seed
-        return self.settings if seed is None or not j else dataclasses.replace(self.settings, seed=(seed + j) % _SEEDS)
 
 
 def asked(

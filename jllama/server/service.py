@@ -87,7 +87,6 @@ class Service:
         self.metrics = Metrics(lambda: self.engine)
         self._preparing = 0  # requests that have not come to the engine yet
         self._threads = anyio.CapacityLimiter(2)  # for texts, so that long ones stop no event
-        self._seconds = 1.0  # what an answer takes, on the average of the last ones
         self._scoring = anyio.CapacityLimiter(1)
         self._unknown: set[str] = set()
 
@@ -149,16 +148,12 @@ class Service:
         _, engine = self.loaded()
         status, options = engine.status, self.options
         if self._preparing + status.running + status.waiting >= options.max_rows + options.max_queue:
-            raise Full(self._seconds * max(1.0, status.waiting / options.max_rows))
+            raise Full(engine.job_seconds * max(1.0, status.waiting / options.max_rows))
         self._preparing += 1
         try:
             yield functools.partial(anyio.to_thread.run_sync, limiter=self._threads)
         finally:
             self._preparing -= 1
-
-    def note(self, timings: Timings) -> None:
-        """Learn from an answer how long one takes."""
-        self._seconds += 0.1 * (timings.request - timings.queue - self._seconds)
 
     def read(self, shape: Shape, fields: Fields, key: str) -> Asked:
         """Understand a request; slow for a long prompt.
@@ -223,14 +218,14 @@ class Running:
     def __init__(self, service: Service, asked: Asked, answers: Answers) -> None:
         self.times: dict[str, float] = {"arrived": time.monotonic()}
         llm, self._engine = service.loaded()
-        self._service, self._metrics = service, service.metrics
+        self._metrics = service.metrics
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._jobs: list[Job] = []
         self._last: dict[int, float] = {}
         context = llm.params.config.max_seq_len
         for i, choice in enumerate(answers.choices):
-            given, settings = choice.given, asked.seeded(i % asked.n)
+            given, settings = choice.given, asked.settings.of_answer(i % asked.n)
             room = context - len(given.ids)
             limit = room if asked.most is None else min(asked.most, room)
             self._add(i, given, dataclasses.replace(settings, max_new_tokens=limit), asked.salt)
@@ -296,8 +291,6 @@ class Running:
             if i in self._last and event.tokens:
                 self._metrics.inter_token_seconds.observe((now - self._last[i]) / len(event.tokens))
             self._last[i] = now
-        elif isinstance(event, Finished):
-            self._service.note(event.timings)
 
     def timings(self) -> dict[str, Any]:
         """Return how long it took, in seconds, for the log."""
